@@ -1,0 +1,331 @@
+"""What users call: decode, stream, score."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from decoding_jax.decoders.autoregressive import Autoregressive
+from decoding_jax.loop import ALL_STEPS, Decoder, compile_clock, run, start
+from decoding_jax.prepare import Call, Prompts, encode_prompts, prepare
+from decoding_jax.rows import Context
+from decoding_jax.sampling import Sampling
+from decoding_jax.stops import NOT_ENDED, Stop
+from decoding_jax.types import FINISH_REASONS, Array, DecodeOutput, Inputs, Model, Trace, TraceStep
+
+
+def decode(
+    model: Model,
+    prompts: Prompts,
+    decoder: Decoder = Autoregressive(),
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Sampling(),
+    stop: Stop = Stop(),
+    seed: int = 0,
+    row_ids: Sequence[int] | None = None,
+    mesh: Mesh | None = None,
+    trace: bool = False,
+    steps_per_call: int = ALL_STEPS,
+) -> DecodeOutput:
+    """Generates a continuation of each prompt.
+
+    Args:
+      model: from `load`, or any `Model`.
+      prompts: a text, chat messages (dicts with role and content), token ids, or a list of one of these.
+      decoder: the method.
+      max_new_tokens: the budget of each row, in tokens.
+      sampling: how tokens are chosen; greedy by default.
+      stop: what ends a row besides the model's end-of-sequence ids.
+      seed: of all randomness, 0 to 2**32 - 1.
+      row_ids: what each row's randomness is keyed by, default 0..B-1; a row with the same id, seed and
+        prompt gives the same tokens in any batch.
+      mesh: splits the rows over its "data" axis.
+      trace: records every step; slower, the tokens are the same.
+      steps_per_call: steps between two returns to Python, where signals are heard.
+
+    Returns:
+      A DecodeOutput of numpy arrays.
+
+    Raises:
+      ValueError: an argument does not fit; raised before anything is compiled.
+    """
+    begun = time.perf_counter()
+    with compile_clock() as clock:
+        call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
+        _check(decoder, call)
+        state = start(decoder, call.ctx)
+        steps: list[TraceStep] = []
+        first: float | None = None
+        while not bool(state.done.all()):
+            # The first step alone gives the time to the first token; it is the same program.
+            budget = 1 if trace or first is None else steps_per_call
+            state = run(decoder, call.ctx, state, jnp.int32(budget))
+            if trace:
+                steps += _trace_steps(model, call, state)
+            if first is None:
+                jax.block_until_ready(state.done)
+                first = time.perf_counter() - begun - clock.seconds
+        output = decoder.finalize(call.ctx, state)
+    total = time.perf_counter() - begun - clock.seconds
+    stats = dataclasses.replace(
+        output.stats,
+        compile_seconds=clock.seconds,
+        first_token_seconds=total if first is None else first,
+        total_seconds=total,
+    )
+    output = dataclasses.replace(output, stats=stats, trace=Trace(steps) if trace else None)
+    return _with_text(model, call, output)
+
+
+def _check(decoder: Decoder, call: Call) -> None:
+    """Lets a decoder refuse a call before anything is compiled."""
+    if check := getattr(decoder, "check", None):
+        check(call.ctx)
+
+
+def _trace_steps(model: Model, call: Call, state: Any) -> list[TraceStep]:
+    """The step that `state` ends with, one entry per row that it moved."""
+    record = getattr(state, "record", None)
+    if record is None:
+        raise ValueError("trace=True: this decoder keeps no committed prefix to trace; use trace=False")
+    record, tokens, length, calls = jax.device_get((record, state.rows.tokens, state.rows.length, state.model_calls))
+    steps = []
+    for row in range(call.batch):
+        if count := int(record.count[row]):
+            emitted = tuple(tokens[row, length[row] - count : length[row]].tolist())
+            proposed = tuple(record.proposed[row][record.verifiable[row]].tolist())
+            text = model.tokenizer.decode(emitted) if model.tokenizer is not None else None
+            steps.append(TraceStep(int(calls[row]) - 1, row, proposed, emitted, text))
+    return steps
+
+
+def _text_of(model: Model, call: Call, tokens: np.ndarray) -> str:
+    data = b"".join(model.tokenizer.token_bytes[t] for t in tokens)
+    if call.automaton is not None:
+        cut, _ = call.automaton.scan(data)
+        data = data if cut is None else data[:cut]
+    return data.decode("utf-8", errors="replace")
+
+
+def _with_text(model: Model, call: Call, output: DecodeOutput) -> DecodeOutput:
+    """Drops padding rows and adds the text where there is a tokenizer."""
+    keep = slice(call.batch)
+    stats = dataclasses.replace(
+        output.stats,
+        **{
+            name: getattr(output.stats, name)[keep]
+            for name in ("model_calls", "draft_calls", "drafted", "accepted", "tokens")
+        },
+    )
+    candidates = output.candidates
+    if candidates is not None:
+        parts = (candidates.tokens, candidates.lengths, candidates.scores, candidates.log_probs)
+        candidates = dataclasses.replace(
+            candidates, **dict(zip(("tokens", "lengths", "scores", "log_probs"), (p[keep] for p in parts), strict=True))
+        )
+    output = dataclasses.replace(
+        output,
+        tokens=output.tokens[keep],
+        lengths=output.lengths[keep],
+        log_probs=output.log_probs[keep],
+        finish_reason=output.finish_reason[keep],
+        stats=stats,
+        candidates=candidates,
+    )
+    if model.tokenizer is None:
+        return output
+    texts = lambda tokens, lengths: [_text_of(model, call, t[:n]) for t, n in zip(tokens, lengths, strict=True)]
+    if candidates is not None:
+        both = zip(candidates.tokens, candidates.lengths, strict=True)
+        candidates = dataclasses.replace(candidates, text=[texts(t, n) for t, n in both])
+    return dataclasses.replace(output, text=texts(output.tokens, output.lengths), candidates=candidates)
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamChunk:
+    """New tokens of one row, as soon as they are certain.
+
+    Attributes:
+      row: index of the prompt.
+      tokens: the new ids.
+      text: the new text. What may still become a stop string, and half a character, is held back; the
+        texts of all chunks together are the row's `DecodeOutput.text`.
+      finish_reason: "eos", "stop" or "length" in a row's last chunk, else None.
+    """
+
+    row: int
+    tokens: tuple[int, ...]
+    text: str
+    finish_reason: str | None
+
+
+def _settled(data: bytes, call: Call, final: bool) -> bytes:
+    """The bytes that no further token can take back."""
+    cut, held = call.automaton.scan(data) if call.automaton is not None else (None, 0)
+    if cut is not None:
+        return data[:cut]
+    if final:
+        return data
+    data = data[: len(data) - held]
+    for back in range(1, min(4, len(data) + 1)):  # an incomplete character at the end
+        byte = data[-back]
+        if byte >= 0xC0:
+            needed = 2 + (byte >= 0xE0) + (byte >= 0xF0)
+            return data[:-back] if needed > back else data
+        if byte < 0x80:
+            break
+    return data
+
+
+def stream(
+    model: Model,
+    prompts: Prompts,
+    decoder: Decoder = Autoregressive(),
+    *,
+    max_new_tokens: int = 128,
+    sampling: Sampling = Sampling(),
+    stop: Stop = Stop(),
+    seed: int = 0,
+    row_ids: Sequence[int] | None = None,
+    mesh: Mesh | None = None,
+) -> Iterator[StreamChunk]:
+    """Generates like `decode` and yields what is new after every step; the tokens are the same.
+
+    Raises:
+      ValueError: as `decode`; also for a decoder that may revise its output until the end.
+    """
+    call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
+    _check(decoder, call)
+    if not hasattr(decoder, "propose"):
+        raise ValueError(f"{type(decoder).__name__} may revise its output until the end; use decode")
+    return _stream(model, call, decoder)
+
+
+def _stream(model: Model, call: Call, decoder: Decoder) -> Iterator[StreamChunk]:
+    state = start(decoder, call.ctx)
+    seen = np.asarray(call.ctx.prompt_lengths).copy()
+    data, sent = [b""] * call.batch, [0] * call.batch
+    closed = [False] * call.batch
+    while not all(closed):
+        rows = state.rows
+        tokens, length, reason = jax.device_get((rows.tokens, rows.length, rows.reason))
+        for row in range(call.batch):
+            new = tuple(tokens[row, seen[row] : length[row]].tolist())
+            final = bool(reason[row] != NOT_ENDED)
+            if closed[row] or not (new or final):
+                continue
+            seen[row], closed[row], text = length[row], final, ""
+            if model.tokenizer is not None:
+                data[row] += b"".join(model.tokenizer.token_bytes[t] for t in new)
+                settled = _settled(data[row], call, final)
+                text = settled[sent[row] :].decode("utf-8", errors="replace")
+                sent[row] = max(len(settled), sent[row])
+            yield StreamChunk(row, new, text, FINISH_REASONS[reason[row]] if final else None)
+        if not all(closed):
+            state = run(decoder, call.ctx, state, jnp.int32(1))
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """Teacher-forced log-probabilities of given continuations.
+
+    Attributes:
+      log_probs: f32[B, N], of each continuation token given everything before it; 0 past each length.
+      lengths: i32[B], tokens of each continuation.
+    """
+
+    log_probs: np.ndarray
+    lengths: np.ndarray
+
+    @property
+    def totals(self) -> np.ndarray:
+        """f64[B], the log-probability of each whole continuation: the exact chain rule."""
+        return self.log_probs.astype(np.float64).sum(axis=1)
+
+    def __repr__(self) -> str:
+        shown = ", ".join(f"{t:.3f} ({n} tokens)" for t, n in zip(self.totals, self.lengths, strict=True))
+        return f"Score({shown})"
+
+
+_SCORE_CHUNK = 64
+
+
+@jax.jit
+def score_tokens(ctx: Context, lengths: Array) -> Array:
+    """Log-probabilities f32[B, N] of ctx.prompts' tokens from ctx.prompt_lengths up to lengths i32[B]."""
+    batch, size = ctx.prompts.shape
+    cache = ctx.model.init_cache(batch, size)
+
+    def chunk(index: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
+        cache, scores = carry
+        positions = jnp.broadcast_to(index * _SCORE_CHUNK + jnp.arange(_SCORE_CHUNK), (batch, _SCORE_CHUNK))
+        token_at = lambda at: jnp.take_along_axis(ctx.prompts, jnp.minimum(at, size - 1), axis=1)
+        inputs = Inputs(
+            tokens=token_at(positions),
+            positions=positions,
+            mask=jnp.arange(size) <= positions[:, :, None],
+            slots=jnp.where(positions < lengths[:, None], positions, size),
+        )
+        out = ctx.apply(inputs, cache)
+        wanted = (positions + 1 >= ctx.prompt_lengths[:, None]) & (positions + 1 < lengths[:, None])
+
+        def read(hidden: Array) -> Array:
+            logits = ctx.readout(hidden)
+            chosen = jnp.take_along_axis(logits, token_at(positions + 1)[:, :, None], axis=2)[:, :, 0]
+            return chosen - jax.nn.logsumexp(logits, axis=2)
+
+        # Logits cost as much as several layers, so chunks that lie in the prompts make none.
+        nothing = lambda hidden: jnp.zeros(positions.shape, jnp.float32)
+        new = jax.lax.cond(wanted.any(), read, nothing, out.hidden)
+        at = jnp.where(wanted, positions + 1, size)
+        return out.cache, jax.vmap(lambda row, i, v: row.at[i].set(v, mode="drop"))(scores, at, new)
+
+    start = (cache, jnp.zeros((batch, size), jnp.float32))
+    return jax.lax.fori_loop(0, -(-(lengths.max() - 1) // _SCORE_CHUNK), chunk, start)[1]
+
+
+def score(model: Model, prompts: Prompts, continuations: Prompts, *, mesh: Mesh | None = None) -> Score:
+    """The model's log-probability of each given continuation of each prompt, token by token.
+
+    Args:
+      model: a causal model.
+      prompts: as in `decode`.
+      continuations: one per prompt: texts (encoded on their own, without special tokens) or token ids.
+      mesh: splits the rows over its "data" axis.
+
+    Raises:
+      ValueError: an argument does not fit.
+    """
+    first = encode_prompts(model, prompts)
+    given = [continuations] if isinstance(continuations, str) else list(continuations)
+    if given and isinstance(given[0], int | np.integer):
+        given = [given]
+    if len(given) != len(first):
+        raise ValueError(f"continuations: {len(given)} for {len(first)} prompts; give one for each")
+    plain = dataclasses.replace(model, tokenizer=None)
+    texts = [
+        model.tokenizer.encode(g, add_special_tokens=False) if isinstance(g, str) and model.tokenizer else g
+        for g in given
+    ]
+    second = [encode_prompts(plain, [g])[0] if len(g) else [] for g in texts]
+    whole = [a + b for a, b in zip(first, second, strict=True)]
+    call = prepare(plain, whole, 0, Sampling(), Stop(), 0, None, mesh)
+    starts = np.ones((call.ctx.prompts.shape[0],), np.int32)
+    starts[: len(first)] = [len(p) for p in first]
+    lengths = call.ctx.prompt_lengths
+    ctx = call.ctx.replace(prompt_lengths=jax.device_put(starts, lengths.sharding))
+    scores = np.asarray(score_tokens(ctx, lengths))
+    counts = np.array([len(s) for s in second], np.int32)
+    at = np.arange(max(int(counts.max()), 1))
+    index = np.minimum(starts[: len(first), None] + at, scores.shape[1] - 1)
+    picked = np.take_along_axis(scores[: len(first)], index, axis=1)
+    return Score(np.where(at < counts[:, None], picked, np.float32(0.0)), counts)

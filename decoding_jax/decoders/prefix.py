@@ -1,0 +1,243 @@
+"""The prefix skeleton: grow a committed prefix by propose, score, verify, commit.
+
+A method says what it proposes; scoring, acceptance, stops, statistics and the trace are written here
+once. The slots and positions of a draft behind a prefix of length n (its last token is the root):
+
+    node        0 (root)   1        2        3          a tree: 1 and 3 are siblings
+    parent      -          0        1        0
+    slot        n - 1      n        n + 1    n + 2      root + index
+    position    n - 1      n        n + 1    n          root + depth
+
+After the walk the accepted path is moved next to its root, so slots run with positions again. The
+cache then holds everything committed but the last token, which is the next round's root.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from decoding_jax.cache import compact_path, read_slots
+from decoding_jax.masks import ancestors, chain_mask, tree_mask
+from decoding_jax.rows import Context, Rows, prefill, start_rows
+from decoding_jax.types import FINISH_REASONS, Array, Cache, DecodeOutput, Inputs, PyTree, Stats
+from decoding_jax.verify import Nodes, coupled
+
+
+@struct.dataclass
+class Draft:
+    """What a method proposes behind the last committed token.
+
+    Attributes:
+      tokens: i32[B, W].
+      verifiable: bool[B, W], the proposals that count; a row may have fewer than W.
+      parents: None for a chain. For a tree i32[W] or i32[B, W], each proposal's parent: 0 is the last
+        committed token, i + 1 is proposal i. A parent comes before its children, and siblings differ.
+      depth: the most proposals on any path.
+    """
+
+    tokens: Array
+    verifiable: Array
+    parents: Array | None = None
+    depth: int = struct.field(pytree_node=False, default=0)
+
+
+@struct.dataclass
+class Accepted:
+    """What a round brought, for methods that learn from it.
+
+    Attributes:
+      count: i32[B], emitted tokens; they are rows.tokens[length - count : length].
+      hidden: [B, depth + 1, D], the features that each emitted token was drawn from.
+      taps: the inner layers' outputs at the same places.
+    """
+
+    count: Array
+    hidden: Array
+    taps: tuple[Array, ...]
+
+
+@struct.dataclass
+class StepRecord:
+    """One step, for the trace: proposals i32[B, W], which of them counted, tokens emitted i32[B]."""
+
+    proposed: Array
+    verifiable: Array
+    count: Array
+
+
+@struct.dataclass
+class PrefixState:
+    """Attributes: the rows, the model's cache, the method's carry, counters i32[B], the last step's record."""
+
+    rows: Rows
+    cache: Cache
+    carry: PyTree
+    model_calls: Array
+    drafted: Array
+    accepted: Array
+    record: StepRecord
+
+    @property
+    def done(self) -> Array:
+        return self.rows.done
+
+
+class Prefix:
+    """Base of the methods that grow a prefix. Subclasses are flax.struct dataclasses.
+
+    A method supplies `num_nodes` and `propose`, and where it remembers something between rounds also
+    `begin` and `observe`.
+    """
+
+    lossless = True
+
+    @property
+    def num_nodes(self) -> int:
+        """W, the most proposals of a round."""
+        return 0
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Proposals that a round's call may hold, ascending; a round takes the least that holds every row's."""
+        nodes = self.num_nodes
+        return tuple(sorted({0, nodes // 2, nodes}))
+
+    def begin(self, ctx: Context) -> PyTree:
+        """What the method carries from round to round."""
+        del ctx
+        return ()
+
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
+        """The draft of this round, and the carry."""
+        raise TypeError(f"{type(self).__name__} does not say what it proposes")
+
+    def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> PyTree:
+        """The carry after a round; `state` has the round's tokens committed."""
+        del ctx, draft, result
+        return state.carry
+
+    def init(self, ctx: Context) -> PrefixState:
+        """Prefills the prompts."""
+        batch, size = ctx.prompts.shape
+        zeros = jnp.zeros((batch,), jnp.int32)
+        shape = (batch, self.num_nodes)
+        return PrefixState(
+            rows=start_rows(ctx),
+            cache=prefill(ctx, size + self.num_nodes),
+            carry=self.begin(ctx),
+            model_calls=zeros,
+            drafted=zeros,
+            accepted=zeros,
+            record=StepRecord(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), zeros),
+        )
+
+    def step(self, ctx: Context, state: PrefixState) -> PrefixState:
+        """One round. Every row that is not done gains at least one token."""
+        rows = state.rows
+        draft, carry = self.propose(ctx, state)
+        nodes, node_depth, reach = _lay_out(rows, draft)
+        within = (ctx.limits - rows.length)[:, None] >= node_depth
+        nodes = nodes._replace(verifiable=nodes.verifiable & within & ~rows.done[:, None])
+
+        used = jnp.where(nodes.verifiable, jnp.arange(nodes.tokens.shape[1]), 0).max()
+        branch = sum((used > width).astype(jnp.int32) for width in self.widths[:-1])
+        score = [
+            lambda nodes, state, width=width: _score(ctx, state, nodes, node_depth, reach, width, draft)
+            for width in self.widths
+        ]
+        verdict_rows, cache, result = jax.lax.switch(branch, score, nodes, state)
+
+        verifiable = nodes.verifiable[:, 1:]
+        state = PrefixState(
+            rows=verdict_rows,
+            cache=cache,
+            carry=carry,
+            model_calls=state.model_calls + ~rows.done,
+            drafted=state.drafted + verifiable.sum(axis=1, dtype=jnp.int32),
+            accepted=state.accepted + jnp.maximum(result.count - 1, 0),
+            record=StepRecord(draft.tokens, verifiable, result.count),
+        )
+        return state.replace(carry=self.observe(ctx, state, draft, result))
+
+    def finalize(self, ctx: Context, state: PrefixState) -> DecodeOutput:
+        """Cuts the new tokens out of the rows (on the host)."""
+        return output_of_rows(ctx, state.rows, state.model_calls, state.drafted, state.accepted)
+
+
+def _lay_out(rows: Rows, draft: Draft) -> tuple[Nodes, Array, Array | None]:
+    """Nodes with the root in front, their depths i32[B or 1, W + 1], and who descends from whom (None: a chain)."""
+    batch, width = draft.tokens.shape
+    index = jnp.arange(width + 1)
+    if draft.parents is None:
+        parents, depth, reach = jnp.broadcast_to(index - 1, (batch, width + 1)), index[None], None
+    else:
+        parents = jnp.pad(jnp.broadcast_to(draft.parents, (batch, width)), ((0, 0), (1, 0)))
+        reach = ancestors(parents)
+        depth = reach.sum(axis=2, dtype=jnp.int32) - 1
+    nodes = Nodes(
+        tokens=jnp.concatenate([rows.last, draft.tokens], axis=1),
+        parents=parents,
+        verifiable=jnp.pad(draft.verifiable, ((0, 0), (1, 0))),
+    )
+    return nodes, depth, reach
+
+
+def _score(
+    ctx: Context,
+    state: PrefixState,
+    nodes: Nodes,
+    depth: Array,
+    reach: Array | None,
+    width: int,
+    draft: Draft,
+) -> tuple[Rows, Cache, Accepted]:
+    """Scores the root and the first `width` proposals in one call, verifies, and compacts the cache."""
+    rows, size = state.rows, width + 1
+    nodes = Nodes(*(part[:, :size] for part in nodes))
+    capacity = rows.tokens.shape[1] + draft.tokens.shape[1]
+    root = rows.length - 1
+    kept = nodes.verifiable.at[:, 0].set(True) & ~rows.done[:, None]
+    positions = root[:, None] + depth[:, :size]
+    chain = reach is None
+    inputs = Inputs(
+        tokens=nodes.tokens,
+        positions=positions,
+        mask=chain_mask(positions, capacity) if chain else tree_mask(root, reach[:, :size, :size], capacity),
+        slots=jnp.where(kept, root[:, None] + jnp.arange(size), capacity),
+    )
+    out = ctx.apply(inputs, state.cache)
+    levels = min(width, draft.depth)
+    verdict = coupled(ctx, rows, nodes, ctx.readout(out.hidden), levels)
+
+    cache = out.cache
+    if not chain and levels:
+        slots = jnp.where(verdict.path < size, root[:, None] + verdict.path, capacity)
+        cache = compact_path(cache, root, slots)
+    drawn_from = jnp.pad(verdict.path, ((0, 0), (1, draft.depth - levels))).clip(0, width)
+    hidden, taps = jax.tree.map(lambda x: read_slots(x, drawn_from), (out.hidden, out.taps))
+    return verdict.rows, cache, Accepted(verdict.count, hidden, taps)
+
+
+def output_of_rows(ctx: Context, rows: Rows, calls: Array, drafted: Array, accepted: Array) -> DecodeOutput:
+    """The new part of each row as numpy arrays i32[B, budget]."""
+    tokens, log_probs, length, reason, start, limits, calls, drafted, accepted = jax.device_get(
+        (rows.tokens, rows.log_probs, rows.length, rows.reason, ctx.prompt_lengths, ctx.limits, calls, drafted, accepted)
+    )
+    lengths = length - start
+    at = np.arange(max(int((limits - start).max()), 0))
+    index = np.minimum(start[:, None] + at, tokens.shape[1] - 1)
+    new = at < lengths[:, None]
+    return DecodeOutput(
+        tokens=np.where(new, np.take_along_axis(tokens, index, axis=1), 0),
+        lengths=lengths,
+        log_probs=np.where(new, np.take_along_axis(log_probs, index, axis=1), np.float32(0.0)),
+        finish_reason=[FINISH_REASONS[r] for r in reason],
+        stats=Stats(
+            model_calls=calls, draft_calls=np.zeros_like(calls), drafted=drafted, accepted=accepted, tokens=lengths
+        ),
+    )

@@ -1,0 +1,54 @@
+"""Who sees whom: boolean masks over cache slots, True where a query may look."""
+
+from __future__ import annotations
+
+import math
+
+import jax.numpy as jnp
+
+from decoding_jax.types import Array
+
+
+def chain_mask(positions: Array, capacity: int) -> Array:
+    """Causal over a cache whose slots run with the positions: i32[B, T] -> bool[B, T, S]."""
+    return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
+
+
+def ancestors(parents: Array) -> Array:
+    """Which nodes lie on the way from the root to each node, itself included.
+
+    Args:
+      parents: i32[B, W], each node's parent, a smaller index; node 0 is the root and its entry is ignored.
+
+    Returns:
+      bool[B, W, W], [node, ancestor].
+
+    >>> ancestors(jnp.asarray([[0, 0, 1, 0]]))[0].astype(int).tolist()
+    [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 1]]
+    """
+    width = parents.shape[1]
+    node = jnp.arange(width)
+    step = (parents[:, :, None] == node) & (node[:, None] > 0) | (node[:, None] == node)
+    reach = step.astype(jnp.int32)
+    for _ in range(math.ceil(math.log2(max(width, 2)))):  # paths of 1, 2, 4, ... edges
+        reach = jnp.minimum(reach @ reach, 1)
+    return reach > 0
+
+
+def tree_mask(root: Array, reach: Array, capacity: int) -> Array:
+    """A draft tree in slots root, root + 1, ...: each node sees the prefix before the root and its ancestors.
+
+    Args:
+      root: i32[B], the slot of node 0.
+      reach: bool[B, W, W] from `ancestors`.
+      capacity: S.
+
+    Returns:
+      bool[B, W, S].
+    """
+    width = reach.shape[1]
+    node = jnp.arange(capacity)[None, :] - root[:, None]  # which node a slot holds, if any
+    inside = (node >= 0) & (node < width)
+    index = jnp.broadcast_to(jnp.clip(node, 0, width - 1)[:, None, :], (*reach.shape[:2], capacity))
+    seen = jnp.take_along_axis(reach, index, axis=2)
+    return jnp.where(inside[:, None, :], seen, node[:, None, :] < 0)

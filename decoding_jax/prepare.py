@@ -1,0 +1,214 @@
+"""From what users pass to what the compiled loop takes: prompts to ids, checks, buckets, placement.
+
+Everything is checked here, before anything is compiled; the errors name the argument, the value and
+the remedy.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decoding_jax.rows import Context
+from decoding_jax.sampling import Sampling, sampling_arrays
+from decoding_jax.stops import Automaton, Stop, stop_arrays, stop_automaton
+from decoding_jax.types import Model, PyTree
+
+Message = Mapping[str, str]
+Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
+Prompts = Prompt | Sequence[Prompt]
+
+_LARGEST_CHUNK = 128
+
+
+def bucket(size: int, least: int = 64) -> int:
+    """The smallest of 64, 96, 128, 192, 256, 384, ... that holds `size`: two per octave.
+
+    >>> [bucket(n) for n in (1, 64, 65, 100, 129)]
+    [64, 64, 96, 128, 192]
+    """
+    while least < size:
+        power = 1 << (least.bit_length() - 1)
+        least = power * 2 if least > power else power * 3 // 2
+    return least
+
+
+def _is_id(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _as_list(prompts: Prompts) -> list[Prompt]:
+    """One prompt or several, as a list of prompts."""
+    if isinstance(prompts, np.ndarray):
+        prompts = prompts.tolist()
+    if isinstance(prompts, str):
+        return [prompts]
+    if not isinstance(prompts, Sequence) or not prompts:
+        raise ValueError(f"prompts={prompts!r}: give a text, chat messages, token ids, or a list of one of these")
+    if isinstance(prompts[0], Mapping) or _is_id(prompts[0]):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
+
+
+def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
+    """A text, chat messages or ids as checked token ids; errors call the prompt `name`."""
+    if isinstance(prompt, np.ndarray):
+        prompt = prompt.tolist()
+    chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+    if isinstance(prompt, str) or chat:
+        if model.tokenizer is None:
+            raise ValueError(f"{name} is text, but the model has no tokenizer; give token ids or Model(tokenizer=...)")
+        if chat:
+            text = model.tokenizer.apply_chat_template(list(prompt))
+            ids = model.tokenizer.encode(text, add_special_tokens=False)
+        else:
+            ids = model.tokenizer.encode(prompt)
+    else:
+        ids = list(prompt)  # type: ignore[arg-type]
+    if not ids:
+        raise ValueError(f"{name} is empty: a model continues something; give at least one token (its BOS id, say)")
+    for i in ids:
+        if not _is_id(i) or not 0 <= i < model.vocab_size:
+            raise ValueError(f"{name}: {i!r} is not a token id of this model; ids run from 0 to {model.vocab_size - 1}")
+    return [int(i) for i in ids]
+
+
+def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
+    """All prompts as token ids."""
+    return [encode_prompt(model, p, f"prompts[{i}]") for i, p in enumerate(_as_list(prompts))]
+
+
+def check_lengths(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+    """ValueError where a prompt and its budget do not fit into the model's context."""
+    if not _is_id(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
+    if model.max_length is None:
+        return
+    for i, prompt in enumerate(prompts):
+        if len(prompt) + max_new_tokens > model.max_length:
+            raise ValueError(
+                f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: together more than the "
+                f"model's context of {model.max_length}; shorten the prompt or the budget"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked call: the compiled loop's context, and what the host needs to read its result.
+
+    Attributes:
+      ctx: on the device (or devices).
+      batch: rows that were asked for; further rows of `ctx` are padding and done from the start.
+      automaton: finds the stop strings in text.
+    """
+
+    ctx: Context
+    batch: int
+    automaton: Automaton | None
+
+
+def _with_special_strings(model: Model, stop: Stop) -> Stop:
+    """A stop string that is a special token has no bytes in the text; it stops by its id instead."""
+    special = getattr(model.tokenizer, "special_ids", {})
+    strings = [stop.strings] if isinstance(stop.strings, str) else list(stop.strings)
+    ids = [special[s] for s in strings if isinstance(s, str) and s in special]
+    return Stop((*stop.token_ids, *ids), [s for s in strings if not (isinstance(s, str) and s in special)])
+
+
+def prepare(
+    model: Model,
+    prompts: Prompts,
+    max_new_tokens: int,
+    sampling: Sampling,
+    stop: Stop,
+    seed: int,
+    row_ids: Sequence[int] | None,
+    mesh: Mesh | None,
+) -> Call:
+    """Checks a call and lays it out in buckets; see `decode` for the arguments."""
+    ids = encode_prompts(model, prompts)
+    check_lengths(model, ids, max_new_tokens)
+    if not _is_id(seed) or not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1")
+    batch = len(ids)
+    rows = list(range(batch)) if row_ids is None else list(row_ids)
+    if len(rows) != batch or not all(_is_id(r) and 0 <= r < 2**31 for r in rows):
+        raise ValueError(f"row_ids={rows!r}: give one whole number from 0 to 2**31 - 1 for each of the {batch} prompts")
+    shards = _data_shards(mesh)
+    padded = -(-batch // shards) * shards
+
+    lengths = np.ones((padded,), np.int32)
+    lengths[:batch] = [len(p) for p in ids]
+    longest = int(lengths.max())
+    tokens = np.zeros((padded, bucket(longest + max_new_tokens)), np.int32)
+    for row, prompt in zip(tokens, ids, strict=False):
+        row[: len(prompt)] = prompt
+    stop = _with_special_strings(model, stop)
+    automaton = stop_automaton(stop)
+    token_bytes = model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
+    stops = stop_arrays(stop, automaton, model.eos_ids, model.vocab_size, token_bytes)
+    ctx = Context(
+        params=(),
+        prompts=tokens,
+        prompt_lengths=lengths,
+        limits=lengths + np.where(np.arange(padded) < batch, max_new_tokens, 0).astype(np.int32),
+        row_ids=np.array([*rows, *[0] * (padded - batch)], np.int32),
+        seed=np.uint32(seed),
+        sampling=_pad_rows(sampling_arrays(sampling, batch, model.vocab_size, stops.ends), batch, padded),
+        stops=stops,
+        model=model.spec,
+        chunk=min(bucket(longest - 1, least=16), _LARGEST_CHUNK),
+    )
+    return Call(_place(ctx, model.params, mesh), batch, automaton)
+
+
+def _pad_rows(arrays: Any, batch: int, padded: int) -> Any:
+    """Per-row settings of the padding rows repeat the last row's."""
+    pad = lambda x: np.pad(x, (0, padded - batch), mode="edge")
+    rows = jax.tree.map(pad, arrays.replace(bias=(), forbidden=()))
+    return rows.replace(bias=arrays.bias, forbidden=arrays.forbidden)
+
+
+def _data_shards(mesh: Mesh | None) -> int:
+    if mesh is None:
+        return 1
+    if "data" not in mesh.shape:
+        raise ValueError(f"mesh has the axes {tuple(mesh.shape)}; rows are split over an axis named 'data'")
+    return mesh.shape["data"]
+
+
+def _place(ctx: Context, params: PyTree, mesh: Mesh | None) -> Context:
+    """Puts per-row arrays in parts along the mesh's data axis, everything else whole on every device.
+
+    Params that already live on the mesh stay as they are.
+    """
+    if mesh is None:
+        return jax.device_put(ctx).replace(params=params)
+    whole = NamedSharding(mesh, PartitionSpec())
+    rows = NamedSharding(mesh, PartitionSpec("data"))
+    on_rows = {"prompts", "prompt_lengths", "limits", "row_ids"}
+    placed = {name: jax.device_put(getattr(ctx, name), rows) for name in on_rows}
+    shared = {"bias", "forbidden"}
+    settings = {
+        field.name: jax.device_put(getattr(ctx.sampling, field.name), whole if field.name in shared else rows)
+        for field in dataclasses.fields(ctx.sampling)
+    }
+
+    def put(leaf: Any) -> Any:
+        sharding = getattr(leaf, "sharding", None)
+        here = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
+        return leaf if here else jax.device_put(leaf, whole)
+
+    return ctx.replace(
+        **placed,
+        params=jax.tree.map(put, params),
+        seed=jax.device_put(ctx.seed, whole),
+        sampling=ctx.sampling.replace(**settings),
+        stops=jax.device_put(ctx.stops, whole),
+    )

@@ -1,0 +1,170 @@
+"""What one call brings (`Context`), what its rows have become (`Rows`), and the commit of one token a row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from decoding_jax import sampling as sampling_lib
+from decoding_jax.cache import write_slots
+from decoding_jax.sampling import SamplingArrays
+from decoding_jax.stops import NOT_ENDED, StopArrays, ending
+from decoding_jax.types import LENGTH, Array, Cache, Features, Inputs, ModelSpec, PyTree
+
+
+@struct.dataclass
+class Context:
+    """Everything a call brings. All of it is traced but `model` and `chunk`, so changing a value compiles nothing.
+
+    Attributes:
+      model: the static part of the model.
+      chunk: positions per prefill call.
+      params: the model's weights.
+      prompts: i32[B, N], zero after each prompt; N holds prompt and output.
+      prompt_lengths: i32[B], at least 1.
+      limits: i32[B], the length at which a row is full (prompt + budget).
+      row_ids: i32[B], what a row's randomness is keyed by.
+      seed: u32[].
+      sampling: settings per row.
+      stops: what ends a row.
+    """
+
+    params: PyTree
+    prompts: Array
+    prompt_lengths: Array
+    limits: Array
+    row_ids: Array
+    seed: Array
+    sampling: SamplingArrays
+    stops: StopArrays
+    model: ModelSpec = struct.field(pytree_node=False)
+    chunk: int = struct.field(pytree_node=False)
+
+    def apply(self, inputs: Inputs, cache: Any) -> Features:
+        return self.model.apply(self.params, inputs, cache)
+
+    def readout(self, hidden: Array) -> Array:
+        return self.model.readout(self.params, hidden)
+
+    def repeat_rows(self, times: int) -> Context:
+        """Each row `times` times in a row, for decoders that keep several candidates of it."""
+        repeat = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), tree)
+        shared = {"bias": self.sampling.bias, "forbidden": self.sampling.forbidden}
+        return self.replace(
+            prompts=repeat(self.prompts),
+            prompt_lengths=repeat(self.prompt_lengths),
+            limits=repeat(self.limits),
+            row_ids=repeat(self.row_ids),
+            sampling=repeat(self.sampling.replace(bias=(), forbidden=())).replace(**shared),
+        )
+
+
+@struct.dataclass
+class Rows:
+    """The committed part of each row.
+
+    Attributes:
+      tokens: i32[B, N], prompt, then output, then zeros.
+      log_probs: f32[B, N], the model's own log-probability of each output token, 0 elsewhere.
+      length: i32[B], how much is committed; the cache holds all of it but the last token.
+      stop_state: i32[B], states of the stop-string automaton.
+      reason: i32[B], why a row ended (EOS, STOP, LENGTH) or NOT_ENDED.
+    """
+
+    tokens: Array
+    log_probs: Array
+    length: Array
+    stop_state: Array
+    reason: Array
+
+    @property
+    def done(self) -> Array:
+        return self.reason != NOT_ENDED
+
+    @property
+    def last(self) -> Array:
+        """i32[B, 1], the last committed token."""
+        return jnp.take_along_axis(self.tokens, self.length[:, None] - 1, axis=1)
+
+
+def start_rows(ctx: Context) -> Rows:
+    """Rows that hold their prompts; one without a budget is done."""
+    zeros = jnp.zeros_like(ctx.prompt_lengths)
+    return Rows(
+        tokens=ctx.prompts,
+        log_probs=jnp.zeros(ctx.prompts.shape, jnp.float32),
+        length=ctx.prompt_lengths,
+        stop_state=zeros,
+        reason=jnp.where(ctx.prompt_lengths >= ctx.limits, LENGTH, NOT_ENDED),
+    )
+
+
+def prefill(ctx: Context, capacity: int) -> Cache:
+    """A cache that holds every prompt but its last token, filled in chunks of `ctx.chunk` positions.
+
+    No logits are made. The last token is held back for the first step, so that every token is drawn by
+    the same code, whatever the prompt.
+    """
+    batch, size = ctx.prompts.shape
+    cache = ctx.model.init_cache(batch, capacity)
+    held = ctx.prompt_lengths - 1
+
+    def fill(index: Array, cache: Cache) -> Cache:
+        positions = jnp.broadcast_to(index * ctx.chunk + jnp.arange(ctx.chunk), (batch, ctx.chunk))
+        inputs = Inputs(
+            tokens=jnp.take_along_axis(ctx.prompts, jnp.minimum(positions, size - 1), axis=1),
+            positions=positions,
+            mask=jnp.arange(capacity) <= positions[:, :, None],
+            slots=jnp.where(positions < held[:, None], positions, capacity),
+        )
+        return ctx.apply(inputs, cache).cache
+
+    return jax.lax.fori_loop(0, -(-held.max() // ctx.chunk), fill, cache)
+
+
+def next_token(ctx: Context, rows: Rows, logits: Array) -> tuple[Array, Array]:
+    """The target's own draw after each row's prefix.
+
+    Args:
+      ctx: the call.
+      rows: the prefixes.
+      logits: f32[B, V], the model's, after each row's last token.
+
+    Returns:
+      Tokens i32[B], and their log-probabilities f32[B] under the model at temperature 1, before processors.
+    """
+    processed = sampling_lib.process_logits(
+        ctx.sampling, logits, rows.tokens, ctx.prompt_lengths, rows.length, ctx.stops.ends
+    )
+    tokens = sampling_lib.draw(ctx.sampling, ctx.seed, ctx.row_ids, rows.length, processed)
+    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
+    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def commit(ctx: Context, rows: Rows, tokens: Array, log_probs: Array, active: Array) -> Rows:
+    """Appends one token to each active row and ends the rows that it ends.
+
+    An end-of-sequence or stop wins over a full budget. Rows that are done or not active are untouched.
+
+    Args:
+      ctx: the call.
+      rows: the prefixes.
+      tokens: i32[B].
+      log_probs: f32[B].
+      active: bool[B].
+    """
+    active = active & ~rows.done
+    at = jnp.where(active, rows.length, rows.tokens.shape[1])[:, None]
+    stop_state, reason = ending(ctx.stops, rows.stop_state, tokens)
+    length = rows.length + active
+    full = jnp.where(length >= ctx.limits, LENGTH, NOT_ENDED)
+    return Rows(
+        tokens=write_slots(rows.tokens, at, tokens[:, None]),
+        log_probs=write_slots(rows.log_probs, at, log_probs[:, None]),
+        length=length,
+        stop_state=jnp.where(active, stop_state, rows.stop_state),
+        reason=jnp.where(active, jnp.where(reason == NOT_ENDED, full, reason), rows.reason),
+    )

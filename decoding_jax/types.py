@@ -1,0 +1,295 @@
+"""The contracts of the library: what a model takes and gives, and what a decode returns.
+
+Shape letters, used everywhere:
+
+    B  rows of the batch                 V  vocabulary
+    T  positions in this call            D  width of the hidden features
+    S  cache slots                       H  heads
+    N  length of a row's token buffer    K  depth of a draft (tokens)
+    L  canvas length                     W  nodes of a draft, or beams of a row
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from flax import struct
+
+Array = jax.Array
+PyTree = Any
+
+
+class Inputs(NamedTuple):
+    """One call of a model. Who sees whom is only ever `mask`.
+
+    Attributes:
+      tokens: i32[B, T].
+      positions: i32[B, T], the place of each token in its row, padding not counted.
+      mask: bool[B, T, S], True where a query may look at a slot.
+      slots: i32[B, T], where the new keys and values go; S means nowhere. None: nothing is kept
+        and the keys are those of this call (S = T).
+      time: f32[B], diffusion time, for models that take one.
+      features: f32[B, T, ...], another model's hidden features, for drafters that take them.
+      embeds: f32[B, T, D], soft inputs instead of `tokens`.
+    """
+
+    tokens: Array
+    positions: Array
+    mask: Array
+    slots: Array | None = None
+    time: Array | None = None
+    features: Array | None = None
+    embeds: Array | None = None
+
+
+class Features(NamedTuple):
+    """What a call returns: hidden features [B, T, D], the asked-for inner layers' outputs, the cache."""
+
+    hidden: Array
+    taps: tuple[Array, ...]
+    cache: PyTree
+
+
+@struct.dataclass
+class Cache:
+    """What a model remembers of its rows. How much of it is committed is the decoder's `length`, nowhere else.
+
+    Attributes:
+      slots: leaves [B, S, ...], one entry per cached position: moved when a draft's accepted path
+        is compacted and when rows are reordered.
+      rows: leaves [B, ...], per-row things such as an encoder's memory: reordered only.
+    """
+
+    slots: PyTree
+    rows: PyTree = ()
+
+
+ApplyFn = Callable[[PyTree, Inputs, Any], Features]
+ReadoutFn = Callable[[PyTree, Array], Array]
+InitCacheFn = Callable[[int, int], Any]
+
+
+def identity_readout(params: PyTree, hidden: Array) -> Array:
+    """The default readout: the model's features are its logits."""
+    del params
+    return hidden
+
+
+def no_cache(batch: int, capacity: int) -> Cache:
+    """The default cache: a model that looks only at the tokens of this call remembers nothing."""
+    del batch, capacity
+    return Cache(slots=())
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """The static part of a model, hashed by value: equal specs share compiled programs, whatever the weights."""
+
+    apply: ApplyFn
+    readout: ReadoutFn
+    init_cache: InitCacheFn
+    vocab_size: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Model:
+    """Any JAX function as a model that every decoder can run.
+
+    `dj.Model(apply=..., params=..., vocab_size=V)` is enough for a function of the last token;
+    `init_cache` makes it remember. A bigram table:
+
+    >>> import jax.numpy as jnp, decoding_jax as dj
+    >>> bigram = dj.Model(apply=lambda p, i, c: dj.Features(p[i.tokens], (), c), params=jnp.eye(4), vocab_size=4)
+
+    Attributes:
+      apply: (params, Inputs, cache) -> Features. A pure function; keep one function object per model
+        definition, since programs are compiled per function.
+      params: pytree of arrays, an argument of the compiled programs and never part of their state.
+      vocab_size: V, the number of token ids.
+      init_cache: (batch, capacity) -> Cache, an empty cache with `capacity` slots a row.
+      readout: (params, hidden [..., D]) -> logits f32[..., V]; default: the features are the logits.
+      tokenizer: turns text into ids and back; None where prompts are ids.
+      eos_ids: ids that end a row.
+      max_length: the most positions a row may have, None for no bound.
+      config: whatever describes the model, for people and for checkpoints.
+    """
+
+    apply: ApplyFn
+    params: PyTree
+    vocab_size: int
+    init_cache: InitCacheFn = no_cache
+    readout: ReadoutFn = identity_readout
+    tokenizer: Any = None
+    eos_ids: tuple[int, ...] = ()
+    max_length: int | None = None
+    config: Any = None
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size={self.vocab_size}: a model needs at least one token id")
+        bad = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
+        if bad:
+            raise ValueError(f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}")
+
+    @property
+    def spec(self) -> ModelSpec:
+        return ModelSpec(self.apply, self.readout, self.init_cache, self.vocab_size)
+
+    def view(
+        self,
+        *,
+        taps: Sequence[int] = (),
+        start: int = 0,
+        stop: int | None = None,
+        skip: Sequence[int] = (),
+    ) -> Model:
+        """The same params and cache, with other layers run.
+
+        Args:
+          taps: layers whose outputs are returned in `Features.taps`, in this order.
+          start: the first layer to run; `Inputs.embeds` then holds the features that enter it.
+          stop: the layer before which to leave.
+          skip: layers to leave out.
+
+        Raises:
+          ValueError: the model's `apply` cannot be viewed, or a layer does not exist.
+        """
+        make = getattr(self.apply, "view", None)
+        if make is None:
+            raise ValueError(f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed")
+        return dataclasses.replace(self, apply=make(tuple(taps), start, stop, tuple(skip)))
+
+    def __repr__(self) -> str:
+        count = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(self.params))
+        name = type(self.config).__name__ if self.config is not None else getattr(self.apply, "__name__", "apply")
+        return f"Model({name}, {count:,} parameters, vocab_size={self.vocab_size}, max_length={self.max_length})"
+
+
+FINISH_REASONS = ("length", "eos", "stop")
+LENGTH, EOS, STOP = range(3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stats:
+    """What a decode cost. Per row (numpy [B]), and once for the call.
+
+    Attributes:
+      model_calls: calls of the model while the row was unfinished; prefill is not counted.
+      draft_calls: calls of a draft model, likewise.
+      drafted: proposed positions within the budget.
+      accepted: proposed tokens that were emitted.
+      tokens: emitted tokens.
+      compile_seconds: tracing and compiling in this call.
+      first_token_seconds: from the start to the first tokens (prefill and one step), without compiling.
+      total_seconds: the whole call, without compiling.
+    """
+
+    model_calls: np.ndarray
+    draft_calls: np.ndarray
+    drafted: np.ndarray
+    accepted: np.ndarray
+    tokens: np.ndarray
+    compile_seconds: float = 0.0
+    first_token_seconds: float = 0.0
+    total_seconds: float = 0.0
+
+    @property
+    def tokens_per_call(self) -> float:
+        """Emitted tokens per call of the model over all rows; plain decoding has 1.0."""
+        return float(self.tokens.sum() / max(self.model_calls.sum(), 1))
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted positions over all rows, 0 where nothing was drafted."""
+        return float(self.accepted.sum() / max(self.drafted.sum(), 1))
+
+    def __repr__(self) -> str:
+        return (
+            f"Stats(tokens={int(self.tokens.sum())}, model_calls={int(self.model_calls.sum())}, "
+            f"tokens_per_call={self.tokens_per_call:.2f}, drafted={int(self.drafted.sum())}, "
+            f"accepted={int(self.accepted.sum())}, first_token={self.first_token_seconds:.3f}s, "
+            f"total={self.total_seconds:.3f}s, compile={self.compile_seconds:.1f}s)"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class TraceStep:
+    """One step of one row: what was proposed, what was kept, in text where there is a tokenizer."""
+
+    step: int
+    row: int
+    proposed: tuple[int, ...]
+    emitted: tuple[int, ...]
+    text: str | None = None
+
+    def __repr__(self) -> str:
+        kept = max(len(self.emitted) - 1, 0)
+        shown = repr(self.text) if self.text is not None else str(list(self.emitted))
+        return f"step {self.step:3d} row {self.row}: {kept}/{len(self.proposed)} drafts kept, wrote {shown}"
+
+
+class Trace(tuple[TraceStep, ...]):
+    """The steps of a decode in order; `print(out.trace)` shows one line a step."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "\n".join(map(repr, self)) or "Trace()"
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidates:
+    """The n best hypotheses of each row, best first.
+
+    Attributes:
+      tokens: i32[B, n, N], zero after each length.
+      lengths: i32[B, n]; 0 where fewer were found.
+      scores: f32[B, n], what they are ranked by; -inf where fewer were found.
+      log_probs: f32[B, n, N], the model's own.
+      text: per row and candidate, where there is a tokenizer.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    scores: np.ndarray
+    log_probs: np.ndarray
+    text: list[list[str]] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodeOutput:
+    """What every decoder returns; numpy arrays on the host.
+
+    Attributes:
+      tokens: i32[B, N], the new tokens, zero after each row's length. An end-of-sequence token and
+        the token that completes a stop are part of it.
+      lengths: i32[B].
+      log_probs: f32[B, N], the model's own log-probability of each token at temperature 1, before
+        any processor; zero after each row's length.
+      finish_reason: per row "eos", "stop" or "length".
+      stats: what it cost.
+      text: the new text of each row, cut before a stop string; None without a tokenizer.
+      candidates: the n best of each row, for decoders that keep several.
+      trace: the steps, if asked for.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    log_probs: np.ndarray
+    finish_reason: list[str]
+    stats: Stats
+    text: list[str] | None = None
+    candidates: Candidates | None = None
+    trace: Trace | None = None
+
+    def __repr__(self) -> str:
+        rows = []
+        for i, length in enumerate(self.lengths):
+            shown = repr(self.text[i]) if self.text is not None else self.tokens[i, :length].tolist()
+            rows.append(f"  [{i}] {int(length)} tokens, {self.finish_reason[i]}: {shown}")
+        return "\n".join([f"DecodeOutput({self.stats}", *rows]) + ")"
