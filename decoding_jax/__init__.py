@@ -1,7 +1,9 @@
 """decoding_jax: every way of generating a sequence in JAX, behind one contract."""
 
 from decoding_jax.api import Score, StreamChunk, decode, score, stream
+from decoding_jax.checkpoints import load, save
 from decoding_jax.decoders.autoregressive import Autoregressive
+from decoding_jax.decoders.beam import Beam
 from decoding_jax.decoders.prompt_lookup import PromptLookup
 from decoding_jax.loop import Decoder, compile_clock, enable_compilation_cache
 from decoding_jax.sampling import Sampling

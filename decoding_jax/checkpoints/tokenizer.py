@@ -115,7 +115,8 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """The ids of a text.
 
-        Special tokens written out in the text become their ids.
+        Special tokens written out in the text become their ids. What the vocabulary cannot spell is lost
+        without a word: SmolLM2, for one, lacks six control characters and the bytes of planes 4 to 11.
 
         Args:
           text: any string.
