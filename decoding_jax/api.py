@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import ALL_STEPS, Decoder, compile_clock, run, start
+from decoding_jax.masks import chain_mask
 from decoding_jax.prepare import Call, Prompts, encode_prompts, prepare
 from decoding_jax.rows import Context
 from decoding_jax.sampling import Sampling
@@ -58,6 +59,8 @@ def decode(
     Raises:
       ValueError: an argument does not fit; raised before anything is compiled.
     """
+    if not 1 <= steps_per_call <= ALL_STEPS:
+        raise ValueError(f"steps_per_call={steps_per_call}: must be from 1 to {ALL_STEPS}")
     begun = time.perf_counter()
     with compile_clock() as clock:
         call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
@@ -97,19 +100,29 @@ def _trace_steps(model: Model, call: Call, state: Any) -> list[TraceStep]:
     record = getattr(state, "record", None)
     if record is None:
         raise ValueError("trace=True: this decoder keeps no committed prefix to trace; use trace=False")
-    record, tokens, length, calls = jax.device_get((record, state.rows.tokens, state.rows.length, state.model_calls))
+    record, tokens, length, calls = jax.device_get(
+        (record, state.rows.tokens, state.rows.length, state.model_calls)
+    )
     steps = []
     for row in range(call.batch):
         if count := int(record.count[row]):
             emitted = tuple(tokens[row, length[row] - count : length[row]].tolist())
             proposed = tuple(record.proposed[row][record.verifiable[row]].tolist())
             text = model.tokenizer.decode(emitted) if model.tokenizer is not None else None
-            steps.append(TraceStep(int(calls[row]) - 1, row, proposed, emitted, text))
+            steps.append(
+                TraceStep(int(calls[row]) - 1, row, proposed, int(record.accepted[row]), emitted, text)
+            )
     return steps
 
 
+def _bytes_of(model: Model, tokens: Iterable[int]) -> bytes:
+    """What tokens add to the text; ids of a padded vocabulary that no token has add nothing."""
+    table = model.tokenizer.token_bytes
+    return b"".join(table[t] for t in tokens if t < len(table))
+
+
 def _text_of(model: Model, call: Call, tokens: np.ndarray) -> str:
-    data = b"".join(model.tokenizer.token_bytes[t] for t in tokens)
+    data = _bytes_of(model, tokens)
     if call.automaton is not None:
         cut, _ = call.automaton.scan(data)
         data = data if cut is None else data[:cut]
@@ -130,7 +143,8 @@ def _with_text(model: Model, call: Call, output: DecodeOutput) -> DecodeOutput:
     if candidates is not None:
         parts = (candidates.tokens, candidates.lengths, candidates.scores, candidates.log_probs)
         candidates = dataclasses.replace(
-            candidates, **dict(zip(("tokens", "lengths", "scores", "log_probs"), (p[keep] for p in parts), strict=True))
+            candidates,
+            **dict(zip(("tokens", "lengths", "scores", "log_probs"), (p[keep] for p in parts), strict=True)),
         )
     output = dataclasses.replace(
         output,
@@ -143,7 +157,9 @@ def _with_text(model: Model, call: Call, output: DecodeOutput) -> DecodeOutput:
     )
     if model.tokenizer is None:
         return output
-    texts = lambda tokens, lengths: [_text_of(model, call, t[:n]) for t, n in zip(tokens, lengths, strict=True)]
+    texts = lambda tokens, lengths: [
+        _text_of(model, call, t[:n]) for t, n in zip(tokens, lengths, strict=True)
+    ]
     if candidates is not None:
         both = zip(candidates.tokens, candidates.lengths, strict=True)
         candidates = dataclasses.replace(candidates, text=[texts(t, n) for t, n in both])
@@ -225,7 +241,7 @@ def _stream(model: Model, call: Call, decoder: Decoder) -> Iterator[StreamChunk]
                 continue
             seen[row], closed[row], text = length[row], final, ""
             if model.tokenizer is not None:
-                data[row] += b"".join(model.tokenizer.token_bytes[t] for t in new)
+                data[row] += _bytes_of(model, new)
                 settled = _settled(data[row], call, final)
                 text = settled[sent[row] :].decode("utf-8", errors="replace")
                 sent[row] = max(len(settled), sent[row])
@@ -272,7 +288,7 @@ def score_tokens(ctx: Context, lengths: Array) -> Array:
         inputs = Inputs(
             tokens=token_at(positions),
             positions=positions,
-            mask=jnp.arange(size) <= positions[:, :, None],
+            mask=chain_mask(positions, size),
             slots=jnp.where(positions < lengths[:, None], positions, size),
         )
         out = ctx.apply(inputs, cache)

@@ -67,7 +67,11 @@ _clocks: list[CompileClock] = []
 
 def _on_compile_event(event: str, seconds: float, *, fun_name: str = "", **_: Any) -> None:
     # Inner functions report their own tracing too, which the outer one's includes: only ours count.
-    if _clocks and event.startswith("/jax/core/compile/") and fun_name.removeprefix("jit(").rstrip(")") in _TIMED:
+    if (
+        _clocks
+        and event.startswith("/jax/core/compile/")
+        and fun_name.removeprefix("jit(").rstrip(")") in _TIMED
+    ):
         for clock in _clocks:
             clock.seconds += seconds
             clock.programs += event.endswith("backend_compile_duration")

@@ -28,7 +28,9 @@ def ancestors(parents: Array) -> Array:
     """
     width = parents.shape[1]
     node = jnp.arange(width)
-    step = (parents[:, :, None] == node) & (node[:, None] > 0) | (node[:, None] == node)
+    step = (parents[:, :, None] == node[None, None]) & (node > 0)[None, :, None] | jnp.eye(width, dtype=bool)[
+        None
+    ]
     reach = step.astype(jnp.int32)
     for _ in range(math.ceil(math.log2(max(width, 2)))):  # paths of 1, 2, 4, ... edges
         reach = jnp.minimum(reach @ reach, 1)

@@ -50,7 +50,9 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
-        raise ValueError(f"prompts={prompts!r}: give a text, chat messages, token ids, or a list of one of these")
+        raise ValueError(
+            f"prompts={prompts!r}: give a text, chat messages, token ids, or a list of one of these"
+        )
     if isinstance(prompts[0], Mapping) or _is_id(prompts[0]):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -63,7 +65,9 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
     chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if isinstance(prompt, str) or chat:
         if model.tokenizer is None:
-            raise ValueError(f"{name} is text, but the model has no tokenizer; give token ids or Model(tokenizer=...)")
+            raise ValueError(
+                f"{name} is text, but the model has no tokenizer; give token ids or Model(tokenizer=...)"
+            )
         if chat:
             text = model.tokenizer.apply_chat_template(list(prompt))
             ids = model.tokenizer.encode(text, add_special_tokens=False)
@@ -72,10 +76,14 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
     else:
         ids = list(prompt)  # type: ignore[arg-type]
     if not ids:
-        raise ValueError(f"{name} is empty: a model continues something; give at least one token (its BOS id, say)")
+        raise ValueError(
+            f"{name} is empty: a model continues something; give at least one token (its BOS id, say)"
+        )
     for i in ids:
         if not _is_id(i) or not 0 <= i < model.vocab_size:
-            raise ValueError(f"{name}: {i!r} is not a token id of this model; ids run from 0 to {model.vocab_size - 1}")
+            raise ValueError(
+                f"{name}: {i!r} is not a token id of this model; ids run from 0 to {model.vocab_size - 1}"
+            )
     return [int(i) for i in ids]
 
 
@@ -139,7 +147,9 @@ def prepare(
     batch = len(ids)
     rows = list(range(batch)) if row_ids is None else list(row_ids)
     if len(rows) != batch or not all(_is_id(r) and 0 <= r < 2**31 for r in rows):
-        raise ValueError(f"row_ids={rows!r}: give one whole number from 0 to 2**31 - 1 for each of the {batch} prompts")
+        raise ValueError(
+            f"row_ids={rows!r}: give one whole number from 0 to 2**31 - 1 for each of the {batch} prompts"
+        )
     shards = _data_shards(mesh)
     padded = -(-batch // shards) * shards
 
@@ -151,7 +161,9 @@ def prepare(
         row[: len(prompt)] = prompt
     stop = _with_special_strings(model, stop)
     automaton = stop_automaton(stop)
-    token_bytes = model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
+    token_bytes = (
+        model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
+    )
     stops = stop_arrays(stop, automaton, model.eos_ids, model.vocab_size, token_bytes)
     ctx = Context(
         params=(),

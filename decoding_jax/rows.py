@@ -10,6 +10,7 @@ from flax import struct
 
 from decoding_jax import sampling as sampling_lib
 from decoding_jax.cache import write_slots
+from decoding_jax.masks import chain_mask
 from decoding_jax.sampling import SamplingArrays
 from decoding_jax.stops import NOT_ENDED, StopArrays, ending
 from decoding_jax.types import LENGTH, Array, Cache, Features, Inputs, ModelSpec, PyTree
@@ -117,7 +118,7 @@ def prefill(ctx: Context, capacity: int) -> Cache:
         inputs = Inputs(
             tokens=jnp.take_along_axis(ctx.prompts, jnp.minimum(positions, size - 1), axis=1),
             positions=positions,
-            mask=jnp.arange(capacity) <= positions[:, :, None],
+            mask=chain_mask(positions, capacity),
             slots=jnp.where(positions < held[:, None], positions, capacity),
         )
         return ctx.apply(inputs, cache).cache
@@ -159,7 +160,7 @@ def commit(ctx: Context, rows: Rows, tokens: Array, log_probs: Array, active: Ar
     active = active & ~rows.done
     at = jnp.where(active, rows.length, rows.tokens.shape[1])[:, None]
     stop_state, reason = ending(ctx.stops, rows.stop_state, tokens)
-    length = rows.length + active
+    length = rows.length + active.astype(jnp.int32)
     full = jnp.where(length >= ctx.limits, LENGTH, NOT_ENDED)
     return Rows(
         tokens=write_slots(rows.tokens, at, tokens[:, None]),

@@ -17,6 +17,7 @@ Stages that are off change nothing, bit for bit, and cost nothing unless some ro
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from collections.abc import Mapping, Sequence
 
 import jax
@@ -91,29 +92,39 @@ _RANGES = {  # name: (lowest, lowest allowed too, highest, dtype, how to turn it
 
 def _per_row(name: str, value: Number, batch: int) -> np.ndarray:
     low, closed, high, dtype, off = _RANGES[name]
+    whole = np.issubdtype(dtype, np.integer)
     try:
-        array = np.asarray(value, np.float64)
+        exact = np.asarray(value, np.float64)
     except (TypeError, ValueError):
         raise ValueError(f"sampling.{name}={value!r} is not a number or a sequence of numbers") from None
-    if array.shape not in ((), (batch,)):
-        raise ValueError(f"sampling.{name} has shape {array.shape}; give one number, or one for each of {batch} rows")
-    within = np.isfinite(array) & (array >= low if closed else array > low) & (array <= high)
-    if np.issubdtype(dtype, np.integer):
-        within &= array == np.floor(array)
+    if exact.shape not in ((), (batch,)):
+        raise ValueError(
+            f"sampling.{name} has shape {exact.shape}; give one number, or one for each of {batch} rows"
+        )
+    # The range holds for the value that is used: 1e-50 is above 0, but not in float32.
+    with np.errstate(over="ignore", under="ignore", invalid="ignore"):
+        used = np.minimum(exact, np.iinfo(np.int32).max) if whole else exact.astype(np.float32)
+    tiny = np.finfo(np.float32).tiny  # devices may flush what is smaller
+    used = np.where(np.abs(used) < tiny, 0, used)
+    within = np.isfinite(exact) & np.isfinite(used) & (used >= low if closed else used > low) & (used <= high)
+    if whole:
+        within &= exact == np.floor(exact)
     if not within.all():
-        wrong = array[~within].flat[0] if array.ndim else array.item()
-        kind = "a whole number" if np.issubdtype(dtype, np.integer) else "a finite number"
+        wrong = exact[~within].flat[0] if exact.ndim else exact.item()
+        kind = "a whole number" if whole else "a finite number"
         lowest = "" if low == -np.inf else f" {'of at least' if closed else 'above'} {low:g}"
         highest = "" if high == np.inf else f" and at most {high:g}"
         raise ValueError(f"sampling.{name}={wrong:g}: must be {kind}{lowest}{highest} ({off})")
-    return np.broadcast_to(np.minimum(array, np.iinfo(np.int32).max).astype(dtype), (batch,))
+    return np.broadcast_to(used.astype(dtype), (batch,))
 
 
 def _ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids checked against the vocabulary."""
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
-            raise ValueError(f"{name}: {i!r} is not a token id; ids are whole numbers from 0 to {vocab_size - 1}")
+            raise ValueError(
+                f"{name}: {i!r} is not a token id; ids are whole numbers from 0 to {vocab_size - 1}"
+            )
     return [int(i) for i in ids]
 
 
@@ -140,12 +151,16 @@ def sampling_arrays(sampling: Sampling, batch: int, vocab_size: int, ends: np.nd
     rows = {name: _per_row(name, getattr(sampling, name), batch) for name in _RANGES}
     bias = np.zeros((vocab_size,), np.float32)
     for token, value in sampling.logit_bias.items():
-        if not np.isfinite(value):
-            raise ValueError(f"sampling.logit_bias[{token}]={value}: must be finite; use forbidden to rule an id out")
+        if not isinstance(value, numbers.Real) or not abs(value) <= np.finfo(np.float32).max:
+            raise ValueError(
+                f"sampling.logit_bias[{token}]={value!r}: must be a finite number; use forbidden to rule an id out"
+            )
         bias[_ids("sampling.logit_bias", [token], vocab_size)] = value
     forbidden = id_mask("sampling.forbidden", sampling.forbidden, vocab_size)
     if (forbidden | (ends & bool((rows["min_new_tokens"] > 0).any()))).all():
-        raise ValueError("sampling.forbidden: no token is left to draw; allow at least one id that does not end a row")
+        raise ValueError(
+            "sampling.forbidden: no token is left to draw; allow at least one id that does not end a row"
+        )
     return SamplingArrays(**rows, bias=bias, forbidden=forbidden)
 
 
@@ -164,12 +179,12 @@ def process_logits(
     Returns:
       f32[B, V], -inf where a token may not be drawn.
     """
-    logits = logits + sampling.bias
+    logits = logits + sampling.bias[None]
     repeat = sampling.repetition_penalty[:, None]
     presence, frequency = sampling.presence_penalty[:, None], sampling.frequency_penalty[:, None]
 
     def penalise(logits: Array) -> Array:
-        at = jnp.arange(tokens.shape[1])
+        at = jnp.arange(tokens.shape[1])[None]
         new = (at >= prompt_length[:, None]) & (at < length[:, None])
         tally = jax.vmap(lambda row, ids, weight: row.at[ids].add(weight, mode="drop"))
         zeros = jnp.zeros(logits.shape, jnp.int32)
@@ -177,12 +192,12 @@ def process_logits(
         seen = tally(zeros, tokens, (at < length[:, None]).astype(jnp.int32)) > 0
         repeated = jnp.where(logits > 0, logits / repeat, logits * repeat)
         logits = jnp.where(seen & (repeat != 1.0), repeated, logits)
-        return logits - (counts > 0) * presence - counts.astype(jnp.float32) * frequency
+        return logits - jnp.where(counts > 0, presence, 0.0) - counts.astype(jnp.float32) * frequency
 
     needed = (repeat != 1.0).any() | (presence != 0.0).any() | (frequency != 0.0).any()
     logits = jax.lax.cond(needed, penalise, lambda x: x, logits)
     early = length - prompt_length < sampling.min_new_tokens
-    return jnp.where(sampling.forbidden | (early[:, None] & ends), -jnp.inf, logits)
+    return jnp.where(sampling.forbidden[None] | (early[:, None] & ends[None]), -jnp.inf, logits)
 
 
 def _ordered(values: Array) -> Array:
@@ -228,7 +243,9 @@ def filter_logits(sampling: SamplingArrays, logits: Array) -> Array:
     greedy = sampling.temperature <= 0.0
     vocab_size = logits.shape[-1]
     top_k, top_p, min_p = sampling.top_k, sampling.top_p, sampling.min_p
-    scaled = logits / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
+    # The best logit becomes 0 first, so that no temperature, however small, overflows.
+    scaled = logits - logits.max(axis=-1, keepdims=True)
+    scaled = scaled / jnp.where(greedy, 1.0, sampling.temperature)[:, None]
 
     def when(needed: Array, keep: Array, logits: Array) -> Array:
         return jnp.where(~needed[:, None] | keep, logits, -jnp.inf)
@@ -249,11 +266,13 @@ def filter_logits(sampling: SamplingArrays, logits: Array) -> Array:
     use_m = ~greedy & (min_p > 0.0)
     for needed, stage in ((use_k, by_count), (use_p, by_mass), (use_m, by_ratio)):
         scaled = jax.lax.cond(needed.any(), stage, lambda x: x, scaled)
-    best = jnp.arange(vocab_size) == jnp.argmax(logits, axis=-1)[:, None]
+    best = jnp.arange(vocab_size)[None] == jnp.argmax(logits, axis=-1)[:, None]
     return jnp.where(greedy[:, None], jnp.where(best, 0.0, -jnp.inf), scaled)
 
 
-def noise_key(seed: Array, row: Array, position: Array, purpose: int = TARGET, candidate: int = 0, rank: int = 0) -> Array:
+def noise_key(
+    seed: Array, row: Array, position: Array, purpose: int = TARGET, candidate: int = 0, rank: int = 0
+) -> Array:
     """The key of one draw: (seed, row id, candidate, position in the row, purpose, sibling rank) and nothing else.
 
     So what a row draws does not depend on its batch mates, on padding, on devices or on how many drafts

@@ -145,7 +145,10 @@ def stop_arrays(
     tables = None
     if automaton is not None:
         if token_bytes is None:
-            raise ValueError(f"stop.strings={list(stop.strings)}: the model has no tokenizer; use stop.token_ids")
+            raise ValueError(
+                f"stop.strings={list(stop.strings)}: the model has no tokenizer; use stop.token_ids"
+            )
+        token_bytes = token_bytes[:vocab_size]
         states = 32
         while states < len(automaton.match):
             states *= 2

@@ -134,7 +134,9 @@ class Model:
             raise ValueError(f"vocab_size={self.vocab_size}: a model needs at least one token id")
         bad = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
         if bad:
-            raise ValueError(f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}")
+            raise ValueError(
+                f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}"
+            )
 
     @property
     def spec(self) -> ModelSpec:
@@ -161,13 +163,21 @@ class Model:
         """
         make = getattr(self.apply, "view", None)
         if make is None:
-            raise ValueError(f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed")
+            raise ValueError(
+                f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed"
+            )
         return dataclasses.replace(self, apply=make(tuple(taps), start, stop, tuple(skip)))
 
     def __repr__(self) -> str:
         count = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(self.params))
-        name = type(self.config).__name__ if self.config is not None else getattr(self.apply, "__name__", "apply")
-        return f"Model({name}, {count:,} parameters, vocab_size={self.vocab_size}, max_length={self.max_length})"
+        name = (
+            type(self.config).__name__
+            if self.config is not None
+            else getattr(self.apply, "__name__", "apply")
+        )
+        return (
+            f"Model({name}, {count:,} parameters, vocab_size={self.vocab_size}, max_length={self.max_length})"
+        )
 
 
 FINISH_REASONS = ("length", "eos", "stop")
@@ -224,13 +234,13 @@ class TraceStep:
     step: int
     row: int
     proposed: tuple[int, ...]
+    accepted: int
     emitted: tuple[int, ...]
     text: str | None = None
 
     def __repr__(self) -> str:
-        kept = max(len(self.emitted) - 1, 0)
         shown = repr(self.text) if self.text is not None else str(list(self.emitted))
-        return f"step {self.step:3d} row {self.row}: {kept}/{len(self.proposed)} drafts kept, wrote {shown}"
+        return f"step {self.step:3d} row {self.row}: {self.accepted}/{len(self.proposed)} drafts kept, wrote {shown}"
 
 
 class Trace(tuple[TraceStep, ...]):

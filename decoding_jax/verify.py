@@ -38,11 +38,16 @@ class Verdict(NamedTuple):
       rows: the rows with the emitted tokens committed.
       path: i32[B, depth], the accepted node at depth 1, 2, ...; W past the last one.
       count: i32[B], emitted tokens (accepted ones and the one after them); 0 in rows that were done.
+      accepted: i32[B], emitted tokens that had been proposed; count - 1, or count where a proposal ended the row.
     """
 
     rows: Rows
     path: Array
     count: Array
+    accepted: Array
+
+
+Walk = tuple[Rows, Array, Array, Array]  # rows, the node reached, which rows go on, accepted so far
 
 
 def coupled(ctx: Context, rows: Rows, nodes: Nodes, logits: Array, depth: int) -> Verdict:
@@ -63,19 +68,22 @@ def coupled(ctx: Context, rows: Rows, nodes: Nodes, logits: Array, depth: int) -
     """
     width = nodes.tokens.shape[1]
 
-    def visit(rows: Rows, node: Array, alive: Array) -> tuple[Rows, Array, Array]:
+    def visit(rows: Rows, node: Array, alive: Array, accepted: Array) -> tuple[Rows, Array, Array, Array]:
         here = jnp.take_along_axis(logits, node[:, None, None], axis=1)[:, 0]
         tokens, log_probs = next_token(ctx, rows, here)
         rows = commit(ctx, rows, tokens, log_probs, alive)
         child = (nodes.parents == node[:, None]) & (nodes.tokens == tokens[:, None]) & nodes.verifiable
         child = child.at[:, 0].set(False)
-        alive = alive & ~rows.done & child.any(axis=1)
-        return rows, jnp.where(alive, jnp.argmax(child, axis=1).astype(jnp.int32), node), alive
+        found = alive & child.any(axis=1)
+        node = jnp.where(found, jnp.argmax(child, axis=1).astype(jnp.int32), node)
+        return rows, node, found & ~rows.done, accepted + found.astype(jnp.int32)
 
-    def level(carry: tuple[Rows, Array, Array], _: None) -> tuple[tuple[Rows, Array, Array], Array]:
-        rows, node, alive = jax.lax.cond(carry[2].any(), visit, lambda *same: same, *carry)
-        return (rows, node, alive), jnp.where(alive, node, width)
+    def level(carry: Walk, _: None) -> tuple[Walk, Array]:
+        carry = jax.lax.cond(carry[2].any(), visit, lambda *same: same, *carry)
+        return carry, jnp.where(carry[2], carry[1], width)
 
-    start = (rows, jnp.zeros_like(rows.length), ~rows.done)
-    (after, _, _), path = jax.lax.scan(level, start, None, length=depth + 1)
-    return Verdict(after, path[:depth].T, after.length - rows.length)
+    zeros = jnp.zeros_like(rows.length)
+    (after, _, _, accepted), path = jax.lax.scan(
+        level, (rows, zeros, ~rows.done, zeros), None, length=depth + 1
+    )
+    return Verdict(after, path[:depth].T, after.length - rows.length, accepted)

@@ -53,10 +53,14 @@ def _resolve(name_or_path: str | os.PathLike[str]) -> Path:
         path = Path(name).expanduser()
         if not path.exists():
             known = ", ".join(PACKAGED_MODELS)
-            raise ValueError(f"model={name!r}: no such folder or file, and no packaged model (there are: {known})")
+            raise ValueError(
+                f"model={name!r}: no such folder or file, and no packaged model (there are: {known})"
+            )
         return path
     package, module, file = PACKAGED_MODELS[name]
-    found = importlib.util.find_spec(module)  # found, not imported: the package's own requirements are not needed
+    found = importlib.util.find_spec(
+        module
+    )  # found, not imported: the package's own requirements are not needed
     folders = list(found.submodule_search_locations or []) if found else []
     path = Path(folders[0]) / file if folders else Path(file)
     if not path.exists():

@@ -123,7 +123,7 @@ def _convert(path: Path, folder: Path) -> None:
         raise _refusal(
             path,
             f"has {tokenizer.vocab_size} tokens for {config['vocab_size']} rows of embeddings",
-            "fetch it again, it was not written properly",
+            "convert the model to GGUF again",
         )
     tokenizer.save(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -227,7 +227,7 @@ def _config(path: Path, family: str, metadata: Metadata, tensors: Tensors) -> di
         raise _refusal(
             path,
             f"has {q_rows} query and {k_rows} key rows for {heads} and {kv_heads} heads",
-            "fetch it again, it was not written properly",
+            "convert the model to GGUF again",
         )
     rotated = int(metadata.get(f"{family}.rope.dimension_count", head_dim))
     if rotated != head_dim:

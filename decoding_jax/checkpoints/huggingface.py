@@ -89,15 +89,30 @@ def config_from_hf(raw: Mapping[str, Any], name: str = "config.json") -> Transfo
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise refuse("hidden_act", "the MLP is gated by silu")
     if raw.get("mlp_bias") or (raw.get("attention_bias") and family != "qwen2"):
-        raise refuse("mlp_bias" if raw.get("mlp_bias") else "attention_bias", "only Qwen2's q, k, v biases exist here")
+        raise refuse(
+            "mlp_bias" if raw.get("mlp_bias") else "attention_bias", "only Qwen2's q, k, v biases exist here"
+        )
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise refuse("partial_rotary_factor", "whole heads are rotated")
-    missing = [f for f in ("vocab_size", "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads") if f not in raw]
+    missing = [
+        f
+        for f in (
+            "vocab_size",
+            "num_hidden_layers",
+            "hidden_size",
+            "intermediate_size",
+            "num_attention_heads",
+        )
+        if f not in raw
+    ]
     if missing:
         raise ValueError(f"{name}: {', '.join(missing)} missing; is this a model's config.json?")
     heads = raw["num_attention_heads"]
     # transformers 5 keeps both rope settings in rope_parameters, older ones in two fields
-    rope = raw.get("rope_parameters") or {**(raw.get("rope_scaling") or {}), "rope_theta": raw.get("rope_theta")}
+    rope = raw.get("rope_parameters") or {
+        **(raw.get("rope_scaling") or {}),
+        "rope_theta": raw.get("rope_theta"),
+    }
     return TransformerConfig(
         vocab_size=raw["vocab_size"],
         num_layers=raw["num_hidden_layers"],
@@ -152,8 +167,18 @@ def config_to_hf(config: TransformerConfig, eos_ids: tuple[int, ...], dtype: str
       ValueError: no family has these settings together.
     """
     if config.qk_norm and config.qkv_bias:
-        raise ValueError("no supported family has both qkv_bias and qk_norm; this model has no Hugging Face form")
-    family = "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "mistral" if config.sliding_window else "llama"
+        raise ValueError(
+            "no supported family has both qkv_bias and qk_norm; this model has no Hugging Face form"
+        )
+    family = (
+        "qwen3"
+        if config.qk_norm
+        else "qwen2"
+        if config.qkv_bias
+        else "mistral"
+        if config.sliding_window
+        else "llama"
+    )
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     raw: dict[str, Any] = {
         "architectures": [f"{names[family]}ForCausalLM"],
@@ -219,7 +244,9 @@ def _open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
             try:
                 opened = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
             except (safetensors.SafetensorError, OSError) as error:
-                raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again") from None
+                raise ValueError(
+                    f"{file} is not a whole safetensors file ({error}); download it again"
+                ) from None
             tensors |= dict.fromkeys(opened.keys(), opened)
         yield tensors
 
@@ -254,14 +281,18 @@ def load_params(folder: Path, config: TransformerConfig, dtype: Any, placement: 
             for name, size in zip(source.names, sizes, strict=True):
                 shape = tuple(tensors[name].get_slice(name).get_shape())
                 if shape != (size, *expected[1:]):
-                    problems.append(f"wrong shape: {name} is {shape}, the config wants {(size, *expected[1:])}")
+                    problems.append(
+                        f"wrong shape: {name} is {shape}, the config wants {(size, *expected[1:])}"
+                    )
         # A tied head may be stored again, and old files hold rotary tables that follow from the config.
         spare = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
         spare |= {"lm_head.weight"} if config.tie_embeddings else set()
         problems += [f"unused: {name}" for name in sorted(set(tensors) - wanted - spare)]
         if problems:
             listed = "\n  ".join(problems)
-            raise ValueError(f"{folder}: the tensors do not fit config.json ({len(problems)} problems):\n  {listed}")
+            raise ValueError(
+                f"{folder}: the tensors do not fit config.json ({len(problems)} problems):\n  {listed}"
+            )
 
         def read(path: str, leaf: Any) -> jax.Array:
             source = table[path]
@@ -292,7 +323,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder; ValueError where there is none or it is not JSON."""
     file = folder / "config.json"
     if not file.exists():
-        raise ValueError(f"{folder}: no config.json; give the folder of a model (Hugging Face or decoding_jax)")
+        raise ValueError(
+            f"{folder}: no config.json; give the folder of a model (Hugging Face or decoding_jax)"
+        )
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:

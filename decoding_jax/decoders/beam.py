@@ -22,7 +22,17 @@ from decoding_jax.masks import chain_mask
 from decoding_jax.rows import Context, prefill, start_rows
 from decoding_jax.sampling import process_logits
 from decoding_jax.stops import NOT_ENDED, ending
-from decoding_jax.types import FINISH_REASONS, LENGTH, STOP, Array, Cache, Candidates, DecodeOutput, Inputs, Stats
+from decoding_jax.types import (
+    FINISH_REASONS,
+    LENGTH,
+    STOP,
+    Array,
+    Cache,
+    Candidates,
+    DecodeOutput,
+    Inputs,
+    Stats,
+)
 
 
 @struct.dataclass
@@ -95,13 +105,17 @@ class Beam:
     def check(self, ctx: Context) -> None:
         """Refuses settings that have no meaning for a search; ValueError says which."""
         if self.num_beams < 1 or not 1 <= self.n_best <= self.num_beams:
-            raise ValueError(f"num_beams={self.num_beams}, n_best={self.n_best}: need 1 <= n_best <= num_beams")
+            raise ValueError(
+                f"num_beams={self.num_beams}, n_best={self.n_best}: need 1 <= n_best <= num_beams"
+            )
         if not np.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty={self.length_penalty}: must be a finite number; 0 is off")
         if bool((ctx.sampling.temperature > 0).any()):
             raise ValueError("sampling.temperature: Beam searches and does not draw; use temperature 0")
         if self.num_beams >= ctx.model.vocab_size:
-            raise ValueError(f"num_beams={self.num_beams}: must be below the vocabulary size {ctx.model.vocab_size}")
+            raise ValueError(
+                f"num_beams={self.num_beams}: must be below the vocabulary size {ctx.model.vocab_size}"
+            )
 
     def init(self, ctx: Context) -> BeamState:
         """Prefills every prompt once and gives each of its beams a copy."""
@@ -109,7 +123,7 @@ class Beam:
         batch, size = ctx.prompts.shape
         rows = start_rows(ctx)
         wide = lambda leaf: jnp.repeat(leaf[:, None], beams, axis=1)
-        first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)  # all beams start equal: only one counts
+        first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)[None]  # all beams start equal: only one counts
         live = Hypotheses(
             tokens=wide(rows.tokens),
             log_probs=wide(rows.log_probs),
@@ -165,11 +179,11 @@ class Beam:
 
         def extend(allowed: Array, count: int) -> tuple[Hypotheses, Array]:
             """The best `count` extensions by allowed tokens, and the beam that each extends."""
-            best, index = jax.lax.top_k(jnp.where(allowed, total, -jnp.inf), count)
+            best, index = jax.lax.top_k(jnp.where(allowed[None], total, -jnp.inf), count)
             beam, token = index // vocab_size, (index % vocab_size).astype(jnp.int32)
             old = _pick(state.live, beam)
             stop_state, reason = ending(ctx.stops, old.stop_state.reshape(-1), token.reshape(-1))
-            at = jnp.arange(size) == old.length[:, :, None]
+            at = jnp.arange(size)[None, None] == old.length[:, :, None]
             log_prob = jnp.take_along_axis(own.reshape(batch, -1), index, axis=1)
             longer = Hypotheses(
                 tokens=jnp.where(at, token[:, :, None], old.tokens),
@@ -191,7 +205,9 @@ class Beam:
         ended = _join(
             by_id,
             other.replace(total=jnp.where(by_string, other.total, -jnp.inf)),
-            live.replace(total=jnp.where(full, live.total, -jnp.inf), reason=jnp.full_like(live.reason, LENGTH)),
+            live.replace(
+                total=jnp.where(full, live.total, -jnp.inf), reason=jnp.full_like(live.reason, LENGTH)
+            ),
         )
         ended = ended.replace(total=self._score(ctx, ended.total, ended.length))
         finished = _best(_join(state.finished, ended), beams)
@@ -204,13 +220,13 @@ class Beam:
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(state.done.reshape(batch, *[1] * (new.ndim - 1)), old, new)
 
-        moved = jnp.take_along_axis(parent, order, axis=1) + jnp.arange(batch)[:, None] * beams
+        moved = jnp.take_along_axis(parent, order, axis=1) + jnp.arange(batch, dtype=jnp.int32)[:, None] * beams
         return BeamState(
             live=jax.tree.map(keep, live, state.live),
             finished=jax.tree.map(keep, finished, state.finished),
             cache=reorder_rows(cache, moved.reshape(-1)),
             done=state.done | done,
-            model_calls=state.model_calls + ~state.done,
+            model_calls=state.model_calls + (~state.done).astype(jnp.int32),
         )
 
     def finalize(self, ctx: Context, state: BeamState) -> DecodeOutput:

@@ -52,21 +52,24 @@ class Accepted:
 
     Attributes:
       count: i32[B], emitted tokens; they are rows.tokens[length - count : length].
+      accepted: i32[B], those of them that had been proposed.
       hidden: [B, depth + 1, D], the features that each emitted token was drawn from.
       taps: the inner layers' outputs at the same places.
     """
 
     count: Array
+    accepted: Array
     hidden: Array
     taps: tuple[Array, ...]
 
 
 @struct.dataclass
 class StepRecord:
-    """One step, for the trace: proposals i32[B, W], which of them counted, tokens emitted i32[B]."""
+    """One step, for the trace: proposals i32[B, W], which of them counted, accepted and emitted tokens i32[B]."""
 
     proposed: Array
     verifiable: Array
+    accepted: Array
     count: Array
 
 
@@ -133,7 +136,7 @@ class Prefix:
             model_calls=zeros,
             drafted=zeros,
             accepted=zeros,
-            record=StepRecord(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), zeros),
+            record=StepRecord(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), zeros, zeros),
         )
 
     def step(self, ctx: Context, state: PrefixState) -> PrefixState:
@@ -157,10 +160,10 @@ class Prefix:
             rows=verdict_rows,
             cache=cache,
             carry=carry,
-            model_calls=state.model_calls + ~rows.done,
+            model_calls=state.model_calls + (~rows.done).astype(jnp.int32),
             drafted=state.drafted + verifiable.sum(axis=1, dtype=jnp.int32),
-            accepted=state.accepted + jnp.maximum(result.count - 1, 0),
-            record=StepRecord(draft.tokens, verifiable, result.count),
+            accepted=state.accepted + result.accepted,
+            record=StepRecord(draft.tokens, verifiable, result.accepted, result.count),
         )
         return state.replace(carry=self.observe(ctx, state, draft, result))
 
@@ -208,7 +211,7 @@ def _score(
         tokens=nodes.tokens,
         positions=positions,
         mask=chain_mask(positions, capacity) if chain else tree_mask(root, reach[:, :size, :size], capacity),
-        slots=jnp.where(kept, root[:, None] + jnp.arange(size), capacity),
+        slots=jnp.where(kept, root[:, None] + jnp.arange(size)[None], capacity),
     )
     out = ctx.apply(inputs, state.cache)
     levels = min(width, draft.depth)
@@ -220,13 +223,23 @@ def _score(
         cache = compact_path(cache, root, slots)
     drawn_from = jnp.pad(verdict.path, ((0, 0), (1, draft.depth - levels))).clip(0, width)
     hidden, taps = jax.tree.map(lambda x: read_slots(x, drawn_from), (out.hidden, out.taps))
-    return verdict.rows, cache, Accepted(verdict.count, hidden, taps)
+    return verdict.rows, cache, Accepted(verdict.count, verdict.accepted, hidden, taps)
 
 
 def output_of_rows(ctx: Context, rows: Rows, calls: Array, drafted: Array, accepted: Array) -> DecodeOutput:
     """The new part of each row as numpy arrays i32[B, budget]."""
     tokens, log_probs, length, reason, start, limits, calls, drafted, accepted = jax.device_get(
-        (rows.tokens, rows.log_probs, rows.length, rows.reason, ctx.prompt_lengths, ctx.limits, calls, drafted, accepted)
+        (
+            rows.tokens,
+            rows.log_probs,
+            rows.length,
+            rows.reason,
+            ctx.prompt_lengths,
+            ctx.limits,
+            calls,
+            drafted,
+            accepted,
+        )
     )
     lengths = length - start
     at = np.arange(max(int((limits - start).max()), 0))
@@ -238,6 +251,10 @@ def output_of_rows(ctx: Context, rows: Rows, calls: Array, drafted: Array, accep
         log_probs=np.where(new, np.take_along_axis(log_probs, index, axis=1), np.float32(0.0)),
         finish_reason=[FINISH_REASONS[r] for r in reason],
         stats=Stats(
-            model_calls=calls, draft_calls=np.zeros_like(calls), drafted=drafted, accepted=accepted, tokens=lengths
+            model_calls=calls,
+            draft_calls=np.zeros_like(calls),
+            drafted=drafted,
+            accepted=accepted,
+            tokens=lengths,
         ),
     )

@@ -28,9 +28,9 @@ def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: i
     """
     start = jnp.arange(tokens.shape[0])
     back = jnp.arange(1, max_ngram + 1)
-    earlier = jnp.take(tokens, start[:, None] - back, mode="clip")
+    earlier = jnp.take(tokens, start[:, None] - back[None], mode="clip")
     tail = jnp.take(tokens, length - back, mode="clip")
-    same = (earlier == tail) & (start[:, None] >= back) & (length >= back)
+    same = (earlier == tail[None]) & (start[:, None] >= back[None]) & (length >= back)[None]
     matched = jnp.cumprod(same, axis=1, dtype=jnp.int32).sum(axis=1)
     usable = (start < length) & (matched >= min_ngram)
     best = jnp.argmax(jnp.where(usable, matched * tokens.shape[0] + start, -1))
@@ -58,7 +58,9 @@ class PromptLookup(Prefix):
         if self.num_draft < 1:
             raise ValueError(f"num_draft={self.num_draft}: must be at least 1; Autoregressive drafts nothing")
         if not 1 <= self.min_ngram <= self.max_ngram:
-            raise ValueError(f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram")
+            raise ValueError(
+                f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram"
+            )
 
     @property
     def num_nodes(self) -> int:

@@ -75,7 +75,9 @@ def transformer_model(config: TransformerConfig, params: PyTree, **fields: Any) 
     )
 
 
-def init_transformer(config: TransformerConfig, seed: int = 0, dtype: Any = jnp.float32, **fields: Any) -> Model:
+def init_transformer(
+    config: TransformerConfig, seed: int = 0, dtype: Any = jnp.float32, **fields: Any
+) -> Model:
     """A Transformer with random params, made by one compiled function."""
 
     @functools.partial(jax.jit, static_argnums=1)

@@ -55,7 +55,9 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
+            )
         if self.head_size % 2:
             raise ValueError(f"head_size={self.head_size} is odd; rotary positions need an even size")
 
@@ -73,7 +75,9 @@ class View:
         """The layers to run, in order."""
         stop = num_layers if self.stop is None else self.stop
         if not 0 <= self.start <= stop <= num_layers:
-            raise ValueError(f"view(start={self.start}, stop={self.stop}): the model has layers 0..{num_layers - 1}")
+            raise ValueError(
+                f"view(start={self.start}, stop={self.stop}): the model has layers 0..{num_layers - 1}"
+            )
         run = [i for i in range(self.start, stop) if i not in self.skip]
         if missing := [i for i in self.taps if i not in run]:
             raise ValueError(f"view(taps={self.taps}): layers {missing} are not run by this view")
@@ -175,9 +179,11 @@ class Transformer(nnx.Module):
         view may go on from there.
         """
         if inputs.time is not None or inputs.features is not None:
-            raise ValueError("Inputs.time and Inputs.features: this Transformer takes neither; leave them None")
+            raise ValueError(
+                "Inputs.time and Inputs.features: this Transformer takes neither; leave them None"
+            )
         x = self.embed(inputs.tokens) if inputs.embeds is None else inputs.embeds
-        angles = inputs.positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)
+        angles = inputs.positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)[None, None]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
         mask, layers, key_positions = inputs.mask, None, inputs.positions
         if inputs.slots is not None:
