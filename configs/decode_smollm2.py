@@ -1,7 +1,7 @@
-"""Decodes a file of prompts with SmolLM2-135M-Instruct, a real language model that setup.sh installs.
+r"""Decodes a file of prompts with SmolLM2-135M-Instruct, a real language model that setup.sh installs.
 
     printf '%s\n' '{"id": 1, "prompt": "The capital of France is"}' \
-                  '{"id": 2, "messages": [{"role": "user", "content": "Name three colours."}]}' > prompts.jsonl
+        '{"id": 2, "messages": [{"role": "user", "content": "Name three colours."}]}' > prompts.jsonl
     python scripts/decode.py --config=configs/decode_smollm2.py --input=prompts.jsonl --output=outputs/first
 
 Expect outputs/first/part-00000-of-00001.jsonl with two lines (the first one's text begins with
@@ -10,12 +10,14 @@ cores; later runs start within some ten seconds.
 
 Copying from the prompt makes summaries, edits and code faster; the text is the same:
 
-    python scripts/decode.py --config=configs/decode_smollm2.py --input=prompts.jsonl --output=outputs/lookup \
+    python scripts/decode.py --config=configs/decode_smollm2.py \
+        --input=prompts.jsonl --output=outputs/lookup \
         --config.decoder=prompt_lookup --config.prompt_lookup.num_draft=6
 
 The four best continuations of each prompt:
 
-    python scripts/decode.py --config=configs/decode_smollm2.py --input=prompts.jsonl --output=outputs/beam \
+    python scripts/decode.py --config=configs/decode_smollm2.py \
+        --input=prompts.jsonl --output=outputs/beam \
         --config.decoder=beam --config.beam.n_best=4
 """
 

@@ -6,6 +6,34 @@ from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.decoders.beam import Beam
 from decoding_jax.decoders.prompt_lookup import PromptLookup
 from decoding_jax.loop import Decoder, compile_clock, enable_compilation_cache
+from decoding_jax.models.sharding import tensor_parallel
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import Stop
 from decoding_jax.types import Cache, Candidates, DecodeOutput, Features, Inputs, Model, Stats, Trace
+
+__all__ = [
+    "Autoregressive",
+    "Beam",
+    "Cache",
+    "Candidates",
+    "DecodeOutput",
+    "Decoder",
+    "Features",
+    "Inputs",
+    "Model",
+    "PromptLookup",
+    "Sampling",
+    "Score",
+    "Stats",
+    "Stop",
+    "StreamChunk",
+    "Trace",
+    "compile_clock",
+    "decode",
+    "enable_compilation_cache",
+    "load",
+    "save",
+    "score",
+    "stream",
+    "tensor_parallel",
+]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from jax.sharding import Mesh
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import ALL_STEPS, Decoder, compile_clock, run, start
 from decoding_jax.masks import chain_mask
-from decoding_jax.prepare import Call, Prompts, encode_prompts, prepare
+from decoding_jax.prepare import Call, Prompts, encode_prompt, encode_prompts, prepare
 from decoding_jax.rows import Context
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import NOT_ENDED, Stop
@@ -61,7 +60,7 @@ def decode(
     """
     if not 1 <= steps_per_call <= ALL_STEPS:
         raise ValueError(f"steps_per_call={steps_per_call}: must be from 1 to {ALL_STEPS}")
-    begun = time.perf_counter()
+    began = time.perf_counter()
     with compile_clock() as clock:
         call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
         _check(decoder, call)
@@ -76,9 +75,9 @@ def decode(
                 steps += _trace_steps(model, call, state)
             if first is None:
                 jax.block_until_ready(state.done)
-                first = time.perf_counter() - begun - clock.seconds
+                first = time.perf_counter() - began - clock.seconds
         output = decoder.finalize(call.ctx, state)
-    total = time.perf_counter() - begun - clock.seconds
+    total = time.perf_counter() - began - clock.seconds
     stats = dataclasses.replace(
         output.stats,
         compile_seconds=clock.seconds,
@@ -100,18 +99,14 @@ def _trace_steps(model: Model, call: Call, state: Any) -> list[TraceStep]:
     record = getattr(state, "record", None)
     if record is None:
         raise ValueError("trace=True: this decoder keeps no committed prefix to trace; use trace=False")
-    record, tokens, length, calls = jax.device_get(
-        (record, state.rows.tokens, state.rows.length, state.model_calls)
-    )
+    record, tokens, length, calls = jax.device_get((record, state.rows.tokens, state.rows.length, state.model_calls))
     steps = []
     for row in range(call.batch):
         if count := int(record.count[row]):
             emitted = tuple(tokens[row, length[row] - count : length[row]].tolist())
             proposed = tuple(record.proposed[row][record.verifiable[row]].tolist())
             text = model.tokenizer.decode(emitted) if model.tokenizer is not None else None
-            steps.append(
-                TraceStep(int(calls[row]) - 1, row, proposed, int(record.accepted[row]), emitted, text)
-            )
+            steps.append(TraceStep(int(calls[row]) - 1, row, proposed, int(record.accepted[row]), emitted, text))
     return steps
 
 
@@ -129,37 +124,25 @@ def _text_of(model: Model, call: Call, tokens: np.ndarray) -> str:
     return data.decode("utf-8", errors="replace")
 
 
+def _first_rows(output: DecodeOutput, batch: int) -> DecodeOutput:
+    """Without the padding rows: the first `batch` rows of everything that has a row axis."""
+
+    def rows(record: Any) -> Any:
+        fields = {field.name: getattr(record, field.name) for field in dataclasses.fields(record)}
+        cut = {name: value[:batch] for name, value in fields.items() if isinstance(value, np.ndarray | list)}
+        return dataclasses.replace(record, **cut)
+
+    candidates = None if output.candidates is None else rows(output.candidates)
+    return dataclasses.replace(rows(output), stats=rows(output.stats), candidates=candidates)
+
+
 def _with_text(model: Model, call: Call, output: DecodeOutput) -> DecodeOutput:
     """Drops padding rows and adds the text where there is a tokenizer."""
-    keep = slice(call.batch)
-    stats = dataclasses.replace(
-        output.stats,
-        **{
-            name: getattr(output.stats, name)[keep]
-            for name in ("model_calls", "draft_calls", "drafted", "accepted", "tokens")
-        },
-    )
+    output = _first_rows(output, call.batch)
     candidates = output.candidates
-    if candidates is not None:
-        parts = (candidates.tokens, candidates.lengths, candidates.scores, candidates.log_probs)
-        candidates = dataclasses.replace(
-            candidates,
-            **dict(zip(("tokens", "lengths", "scores", "log_probs"), (p[keep] for p in parts), strict=True)),
-        )
-    output = dataclasses.replace(
-        output,
-        tokens=output.tokens[keep],
-        lengths=output.lengths[keep],
-        log_probs=output.log_probs[keep],
-        finish_reason=output.finish_reason[keep],
-        stats=stats,
-        candidates=candidates,
-    )
     if model.tokenizer is None:
         return output
-    texts = lambda tokens, lengths: [
-        _text_of(model, call, t[:n]) for t, n in zip(tokens, lengths, strict=True)
-    ]
+    texts = lambda tokens, lengths: [_text_of(model, call, t[:n]) for t, n in zip(tokens, lengths, strict=True)]
     if candidates is not None:
         both = zip(candidates.tokens, candidates.lengths, strict=True)
         candidates = dataclasses.replace(candidates, text=[texts(t, n) for t, n in both])
@@ -309,6 +292,21 @@ def score_tokens(ctx: Context, lengths: Array) -> Array:
     return jax.lax.fori_loop(0, -(-(lengths.max() - 1) // _SCORE_CHUNK), chunk, start)[1]
 
 
+def _encode_continuations(model: Model, continuations: Prompts, count: int) -> list[list[int]]:
+    """Continuations as ids; unlike a prompt one may be empty, and text gets no special tokens."""
+    given: list[Any] = list(continuations)
+    if isinstance(continuations, str) or (given and isinstance(given[0], int | np.integer)):
+        given = [continuations]
+    if len(given) != count:
+        raise ValueError(f"continuations: {len(given)} for {count} prompts; give one for each")
+    ids = []
+    for i, item in enumerate(given):
+        if isinstance(item, str) and model.tokenizer is not None:
+            item = model.tokenizer.encode(item, add_special_tokens=False)
+        ids.append(encode_prompt(model, item, f"continuations[{i}]") if len(item) else [])
+    return ids
+
+
 def score(model: Model, prompts: Prompts, continuations: Prompts, *, mesh: Mesh | None = None) -> Score:
     """The model's log-probability of each given continuation of each prompt, token by token.
 
@@ -322,23 +320,13 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, *, mesh: Mesh 
       ValueError: an argument does not fit.
     """
     first = encode_prompts(model, prompts)
-    given = [continuations] if isinstance(continuations, str) else list(continuations)
-    if given and isinstance(given[0], int | np.integer):
-        given = [given]
-    if len(given) != len(first):
-        raise ValueError(f"continuations: {len(given)} for {len(first)} prompts; give one for each")
-    plain = dataclasses.replace(model, tokenizer=None)
-    texts = [
-        model.tokenizer.encode(g, add_special_tokens=False) if isinstance(g, str) and model.tokenizer else g
-        for g in given
-    ]
-    second = [encode_prompts(plain, [g])[0] if len(g) else [] for g in texts]
+    second = _encode_continuations(model, continuations, len(first))
     whole = [a + b for a, b in zip(first, second, strict=True)]
-    call = prepare(plain, whole, 0, Sampling(), Stop(), 0, None, mesh)
+    call = prepare(model, whole, 0, Sampling(), Stop(), 0, None, mesh)
     starts = np.ones((call.ctx.prompts.shape[0],), np.int32)
     starts[: len(first)] = [len(p) for p in first]
     lengths = call.ctx.prompt_lengths
-    ctx = call.ctx.replace(prompt_lengths=jax.device_put(starts, lengths.sharding))
+    ctx = dataclasses.replace(call.ctx, prompt_lengths=jax.device_put(starts, lengths.sharding))
     scores = np.asarray(score_tokens(ctx, lengths))
     counts = np.array([len(s) for s in second], np.int32)
     at = np.arange(max(int(counts.max()), 1))

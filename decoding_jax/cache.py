@@ -7,6 +7,8 @@ buffer's size S, never negative: `x.at[-1]` writes the last element, whatever th
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -45,7 +47,7 @@ def compact_path(cache: Cache, root: Array, path: Array) -> Cache:
         targets = jnp.where(path < size, root[:, None] + 1 + jnp.arange(depth), size)
         return write_slots(leaf, targets, read_slots(leaf, path))
 
-    return cache.replace(slots=jax.tree.map(move, cache.slots))
+    return dataclasses.replace(cache, slots=jax.tree.map(move, cache.slots))
 
 
 def reorder_rows(tree: PyTree, rows: Array) -> PyTree:

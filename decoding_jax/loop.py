@@ -19,7 +19,10 @@ ALL_STEPS = 2**31 - 1
 
 
 class Decoder(Protocol):
-    """A way of generating. Structural numbers are static fields, numeric knobs are leaves."""
+    """A way of generating. Structural numbers are static fields, numeric knobs are leaves.
+
+    Every leaf of a state has the rows (or their candidates) as its first axis: that is what a mesh splits.
+    """
 
     def init(self, ctx: Context) -> Any:
         """Prefill, or an empty canvas: the first state, a pytree with `done` bool[B]."""
@@ -33,8 +36,8 @@ class Decoder(Protocol):
 
 @jax.jit
 def start(decoder: Decoder, ctx: Context) -> PyTree:
-    """The first state."""
-    return decoder.init(ctx)
+    """The first state: prefill."""
+    return ctx.settle(decoder.init(ctx))
 
 
 @functools.partial(jax.jit, donate_argnames="state")
@@ -51,7 +54,7 @@ def run(decoder: Decoder, ctx: Context, state: PyTree, n_steps: Array) -> PyTree
     def body(carry: tuple[Array, PyTree]) -> tuple[Array, PyTree]:
         return carry[0] + 1, decoder.step(ctx, carry[1])
 
-    return jax.lax.while_loop(going, body, (jnp.int32(0), state))[1]
+    return ctx.settle(jax.lax.while_loop(going, body, (jnp.int32(0), state))[1])
 
 
 @dataclasses.dataclass
@@ -65,15 +68,12 @@ class CompileClock:
 _clocks: list[CompileClock] = []
 
 
-def _on_compile_event(event: str, seconds: float, *, fun_name: str = "", **_: Any) -> None:
+def _on_compile_event(event: str, duration_secs: float, **metadata: str | int) -> None:
     # Inner functions report their own tracing too, which the outer one's includes: only ours count.
-    if (
-        _clocks
-        and event.startswith("/jax/core/compile/")
-        and fun_name.removeprefix("jit(").rstrip(")") in _TIMED
-    ):
+    fun_name = str(metadata.get("fun_name", ""))
+    if _clocks and event.startswith("/jax/core/compile/") and fun_name.removeprefix("jit(").rstrip(")") in _TIMED:
         for clock in _clocks:
-            clock.seconds += seconds
+            clock.seconds += duration_secs
             clock.programs += event.endswith("backend_compile_duration")
 
 

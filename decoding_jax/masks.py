@@ -28,9 +28,7 @@ def ancestors(parents: Array) -> Array:
     """
     width = parents.shape[1]
     node = jnp.arange(width)
-    step = (parents[:, :, None] == node[None, None]) & (node > 0)[None, :, None] | jnp.eye(width, dtype=bool)[
-        None
-    ]
+    step = (parents[:, :, None] == node[None, None]) & (node > 0)[None, :, None] | jnp.eye(width, dtype=bool)[None]
     reach = step.astype(jnp.int32)
     for _ in range(math.ceil(math.log2(max(width, 2)))):  # paths of 1, 2, 4, ... edges
         reach = jnp.minimum(reach @ reach, 1)

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decoding_jax.rows import Context
+from decoding_jax.rows import ROW_FIELDS, Context
 from decoding_jax.sampling import Sampling, sampling_arrays
 from decoding_jax.stops import Automaton, Stop, stop_arrays, stop_automaton
 from decoding_jax.types import Model, PyTree
@@ -50,9 +50,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
     if isinstance(prompts, str):
         return [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
-        raise ValueError(
-            f"prompts={prompts!r}: give a text, chat messages, token ids, or a list of one of these"
-        )
+        raise ValueError(f"prompts={prompts!r}: give a text, chat messages, token ids, or a list of one of these")
     if isinstance(prompts[0], Mapping) or _is_id(prompts[0]):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
@@ -65,25 +63,19 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
     chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if isinstance(prompt, str) or chat:
         if model.tokenizer is None:
-            raise ValueError(
-                f"{name} is text, but the model has no tokenizer; give token ids or Model(tokenizer=...)"
-            )
+            raise ValueError(f"{name} is text, but the model has no tokenizer; give token ids or Model(tokenizer=...)")
         if chat:
             text = model.tokenizer.apply_chat_template(list(prompt))
             ids = model.tokenizer.encode(text, add_special_tokens=False)
         else:
             ids = model.tokenizer.encode(prompt)
     else:
-        ids = list(prompt)  # type: ignore[arg-type]
+        ids = list(prompt)
     if not ids:
-        raise ValueError(
-            f"{name} is empty: a model continues something; give at least one token (its BOS id, say)"
-        )
+        raise ValueError(f"{name} is empty: a model continues something; give at least one token (its BOS id, say)")
     for i in ids:
         if not _is_id(i) or not 0 <= i < model.vocab_size:
-            raise ValueError(
-                f"{name}: {i!r} is not a token id of this model; ids run from 0 to {model.vocab_size - 1}"
-            )
+            raise ValueError(f"{name}: {i!r} is not a token id of this model; ids run from 0 to {model.vocab_size - 1}")
     return [int(i) for i in ids]
 
 
@@ -147,9 +139,7 @@ def prepare(
     batch = len(ids)
     rows = list(range(batch)) if row_ids is None else list(row_ids)
     if len(rows) != batch or not all(_is_id(r) and 0 <= r < 2**31 for r in rows):
-        raise ValueError(
-            f"row_ids={rows!r}: give one whole number from 0 to 2**31 - 1 for each of the {batch} prompts"
-        )
+        raise ValueError(f"row_ids={rows!r}: give one whole number from 0 to 2**31 - 1 for each of the {batch} prompts")
     shards = _data_shards(mesh)
     padded = -(-batch // shards) * shards
 
@@ -161,30 +151,23 @@ def prepare(
         row[: len(prompt)] = prompt
     stop = _with_special_strings(model, stop)
     automaton = stop_automaton(stop)
-    token_bytes = (
-        model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
-    )
+    token_bytes = model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
     stops = stop_arrays(stop, automaton, model.eos_ids, model.vocab_size, token_bytes)
-    ctx = Context(
-        params=(),
-        prompts=tokens,
-        prompt_lengths=lengths,
-        limits=lengths + np.where(np.arange(padded) < batch, max_new_tokens, 0).astype(np.int32),
-        row_ids=np.array([*rows, *[0] * (padded - batch)], np.int32),
-        seed=np.uint32(seed),
-        sampling=_pad_rows(sampling_arrays(sampling, batch, model.vocab_size, stops.ends), batch, padded),
-        stops=stops,
-        model=model.spec,
-        chunk=min(bucket(longest - 1, least=16), _LARGEST_CHUNK),
-    )
+    sampling_rows, rules = sampling_arrays(sampling, batch, model.vocab_size, np.asarray(stops.ends))
+    host: Any = {
+        "params": (),
+        "prompts": tokens,
+        "prompt_lengths": lengths,
+        "limits": lengths + np.where(np.arange(padded) < batch, max_new_tokens, 0).astype(np.int32),
+        "row_ids": np.array([*rows, *[0] * (padded - batch)], np.int32),
+        "seed": np.uint32(seed),
+        "sampling": jax.tree.map(lambda x: np.pad(x, (0, padded - batch), mode="edge"), sampling_rows),
+        "rules": rules,
+        "stops": stops,
+    }
+    chunk = min(bucket(longest - 1, least=16), _LARGEST_CHUNK)
+    ctx = Context(**host, model=model.spec, chunk=chunk)
     return Call(_place(ctx, model.params, mesh), batch, automaton)
-
-
-def _pad_rows(arrays: Any, batch: int, padded: int) -> Any:
-    """Per-row settings of the padding rows repeat the last row's."""
-    pad = lambda x: np.pad(x, (0, padded - batch), mode="edge")
-    rows = jax.tree.map(pad, arrays.replace(bias=(), forbidden=()))
-    return rows.replace(bias=arrays.bias, forbidden=arrays.forbidden)
 
 
 def _data_shards(mesh: Mesh | None) -> int:
@@ -201,26 +184,14 @@ def _place(ctx: Context, params: PyTree, mesh: Mesh | None) -> Context:
     Params that already live on the mesh stay as they are.
     """
     if mesh is None:
-        return jax.device_put(ctx).replace(params=params)
-    whole = NamedSharding(mesh, PartitionSpec())
-    rows = NamedSharding(mesh, PartitionSpec("data"))
-    on_rows = {"prompts", "prompt_lengths", "limits", "row_ids"}
-    placed = {name: jax.device_put(getattr(ctx, name), rows) for name in on_rows}
-    shared = {"bias", "forbidden"}
-    settings = {
-        field.name: jax.device_put(getattr(ctx.sampling, field.name), whole if field.name in shared else rows)
-        for field in dataclasses.fields(ctx.sampling)
-    }
+        return dataclasses.replace(jax.device_put(ctx), params=params)
+    whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def put(leaf: Any) -> Any:
         sharding = getattr(leaf, "sharding", None)
         here = isinstance(sharding, NamedSharding) and sharding.mesh == mesh
         return leaf if here else jax.device_put(leaf, whole)
 
-    return ctx.replace(
-        **placed,
-        params=jax.tree.map(put, params),
-        seed=jax.device_put(ctx.seed, whole),
-        sampling=ctx.sampling.replace(**settings),
-        stops=jax.device_put(ctx.stops, whole),
-    )
+    rows = {name: jax.device_put(getattr(ctx, name), split) for name in ROW_FIELDS}
+    shared = {name: jax.device_put(getattr(ctx, name), whole) for name in ("seed", "rules", "stops")}
+    return dataclasses.replace(ctx, **rows, **shared, params=jax.tree.map(put, params), rows_sharding=split)

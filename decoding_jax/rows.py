@@ -2,27 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import Sharding
 
 from decoding_jax import sampling as sampling_lib
 from decoding_jax.cache import write_slots
 from decoding_jax.masks import chain_mask
-from decoding_jax.sampling import SamplingArrays
+from decoding_jax.sampling import SamplingArrays, TokenRules
 from decoding_jax.stops import NOT_ENDED, StopArrays, ending
 from decoding_jax.types import LENGTH, Array, Cache, Features, Inputs, ModelSpec, PyTree
 
 
 @struct.dataclass
 class Context:
-    """Everything a call brings. All of it is traced but `model` and `chunk`, so changing a value compiles nothing.
+    """Everything a call brings. All of it is traced but the last three, so changing a value compiles nothing.
 
     Attributes:
-      model: the static part of the model.
-      chunk: positions per prefill call.
       params: the model's weights.
       prompts: i32[B, N], zero after each prompt; N holds prompt and output.
       prompt_lengths: i32[B], at least 1.
@@ -30,7 +30,11 @@ class Context:
       row_ids: i32[B], what a row's randomness is keyed by.
       seed: u32[].
       sampling: settings per row.
+      rules: settings per token.
       stops: what ends a row.
+      model: the static part of the model.
+      chunk: positions per prefill call.
+      rows_sharding: how rows are split over devices; None on one device.
     """
 
     params: PyTree
@@ -40,27 +44,33 @@ class Context:
     row_ids: Array
     seed: Array
     sampling: SamplingArrays
+    rules: TokenRules
     stops: StopArrays
     model: ModelSpec = struct.field(pytree_node=False)
     chunk: int = struct.field(pytree_node=False)
+    rows_sharding: Sharding | None = struct.field(pytree_node=False, default=None)
 
     def apply(self, inputs: Inputs, cache: Any) -> Features:
         return self.model.apply(self.params, inputs, cache)
 
     def readout(self, hidden: Array) -> Array:
-        return self.model.readout(self.params, hidden)
+        # Softmax, log-probabilities and noise are float32 whatever the model computes in.
+        return self.model.readout(self.params, hidden).astype(jnp.float32)
+
+    def settle(self, state: PyTree) -> PyTree:
+        """The same state in the one form that all programs take: no weak types, rows split over the devices."""
+        state = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
+        if self.rows_sharding is None:
+            return state
+        return jax.lax.with_sharding_constraint(state, self.rows_sharding)
 
     def repeat_rows(self, times: int) -> Context:
         """Each row `times` times in a row, for decoders that keep several candidates of it."""
         repeat = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), tree)
-        shared = {"bias": self.sampling.bias, "forbidden": self.sampling.forbidden}
-        return self.replace(
-            prompts=repeat(self.prompts),
-            prompt_lengths=repeat(self.prompt_lengths),
-            limits=repeat(self.limits),
-            row_ids=repeat(self.row_ids),
-            sampling=repeat(self.sampling.replace(bias=(), forbidden=())).replace(**shared),
-        )
+        return dataclasses.replace(self, **{name: repeat(getattr(self, name)) for name in ROW_FIELDS})
+
+
+ROW_FIELDS = ("prompts", "prompt_lengths", "limits", "row_ids", "sampling")  # those with a row axis
 
 
 @struct.dataclass
@@ -138,7 +148,7 @@ def next_token(ctx: Context, rows: Rows, logits: Array) -> tuple[Array, Array]:
       Tokens i32[B], and their log-probabilities f32[B] under the model at temperature 1, before processors.
     """
     processed = sampling_lib.process_logits(
-        ctx.sampling, logits, rows.tokens, ctx.prompt_lengths, rows.length, ctx.stops.ends
+        ctx.sampling, ctx.rules, logits, rows.tokens, ctx.prompt_lengths, rows.length, ctx.stops.ends
     )
     tokens = sampling_lib.draw(ctx.sampling, ctx.seed, ctx.row_ids, rows.length, processed)
     chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]

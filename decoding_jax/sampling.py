@@ -19,6 +19,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,7 +65,7 @@ class Sampling:
 
 @struct.dataclass
 class SamplingArrays:
-    """A checked Sampling on the device: f32[B] and i32[B] per row, bias f32[V] and forbidden bool[V] for all."""
+    """The numbers of a checked Sampling, f32[B] and i32[B]."""
 
     temperature: Array
     top_k: Array
@@ -74,6 +75,12 @@ class SamplingArrays:
     presence_penalty: Array
     frequency_penalty: Array
     min_new_tokens: Array
+
+
+@struct.dataclass
+class TokenRules:
+    """What a checked Sampling says of tokens, for all rows: bias f32[V], forbidden bool[V]."""
+
     bias: Array
     forbidden: Array
 
@@ -98,9 +105,7 @@ def _per_row(name: str, value: Number, batch: int) -> np.ndarray:
     except (TypeError, ValueError):
         raise ValueError(f"sampling.{name}={value!r} is not a number or a sequence of numbers") from None
     if exact.shape not in ((), (batch,)):
-        raise ValueError(
-            f"sampling.{name} has shape {exact.shape}; give one number, or one for each of {batch} rows"
-        )
+        raise ValueError(f"sampling.{name} has shape {exact.shape}; give one number, or one for each of {batch} rows")
     # The range holds for the value that is used: 1e-50 is above 0, but not in float32.
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         used = np.minimum(exact, np.iinfo(np.int32).max) if whole else exact.astype(np.float32)
@@ -122,9 +127,7 @@ def _ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids checked against the vocabulary."""
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
-            raise ValueError(
-                f"{name}: {i!r} is not a token id; ids are whole numbers from 0 to {vocab_size - 1}"
-            )
+            raise ValueError(f"{name}: {i!r} is not a token id; ids are whole numbers from 0 to {vocab_size - 1}")
     return [int(i) for i in ids]
 
 
@@ -135,8 +138,10 @@ def id_mask(name: str, ids: Sequence[int], vocab_size: int) -> np.ndarray:
     return mask
 
 
-def sampling_arrays(sampling: Sampling, batch: int, vocab_size: int, ends: np.ndarray) -> SamplingArrays:
-    """Checks a Sampling and lays it out per row.
+def sampling_arrays(
+    sampling: Sampling, batch: int, vocab_size: int, ends: np.ndarray
+) -> tuple[SamplingArrays, TokenRules]:
+    """Checks a Sampling and lays it out per row and per token (numpy).
 
     Args:
       sampling: the settings.
@@ -148,29 +153,33 @@ def sampling_arrays(sampling: Sampling, batch: int, vocab_size: int, ends: np.nd
       ValueError: a setting is out of range, NaN or of the wrong length, an id does not exist, or nothing
         is left to draw.
     """
-    rows = {name: _per_row(name, getattr(sampling, name), batch) for name in _RANGES}
-    bias = np.zeros((vocab_size,), np.float32)
+    rows: dict[str, Any] = {name: _per_row(name, getattr(sampling, name), batch) for name in _RANGES}
+    bias: Any = np.zeros((vocab_size,), np.float32)
     for token, value in sampling.logit_bias.items():
         if not isinstance(value, numbers.Real) or not abs(value) <= np.finfo(np.float32).max:
             raise ValueError(
                 f"sampling.logit_bias[{token}]={value!r}: must be a finite number; use forbidden to rule an id out"
             )
         bias[_ids("sampling.logit_bias", [token], vocab_size)] = value
-    forbidden = id_mask("sampling.forbidden", sampling.forbidden, vocab_size)
+    forbidden: Any = id_mask("sampling.forbidden", sampling.forbidden, vocab_size)
     if (forbidden | (ends & bool((rows["min_new_tokens"] > 0).any()))).all():
-        raise ValueError(
-            "sampling.forbidden: no token is left to draw; allow at least one id that does not end a row"
-        )
-    return SamplingArrays(**rows, bias=bias, forbidden=forbidden)
+        raise ValueError("sampling.forbidden: no token is left to draw; allow at least one id that does not end a row")
+    return SamplingArrays(**rows), TokenRules(bias, forbidden)
 
 
 def process_logits(
-    sampling: SamplingArrays, logits: Array, tokens: Array, prompt_length: Array, length: Array, ends: Array
+    sampling: SamplingArrays,
+    rules: TokenRules,
+    logits: Array,
+    tokens: Array,
+    prompt_length: Array,
+    length: Array,
+    ends: Array,
 ) -> Array:
     """Stages 1 to 5. The history is read off the token buffer, so it is the accepted prefix and nothing else.
 
     Args:
-      sampling: settings of the rows.
+      sampling, rules: the settings.
       logits: f32[B, V].
       tokens: i32[B, N], prompt then output.
       prompt_length, length: i32[B], where the prompt ends and where the output ends so far.
@@ -179,7 +188,7 @@ def process_logits(
     Returns:
       f32[B, V], -inf where a token may not be drawn.
     """
-    logits = logits + sampling.bias[None]
+    logits = logits + rules.bias[None]
     repeat = sampling.repetition_penalty[:, None]
     presence, frequency = sampling.presence_penalty[:, None], sampling.frequency_penalty[:, None]
 
@@ -197,12 +206,12 @@ def process_logits(
     needed = (repeat != 1.0).any() | (presence != 0.0).any() | (frequency != 0.0).any()
     logits = jax.lax.cond(needed, penalise, lambda x: x, logits)
     early = length - prompt_length < sampling.min_new_tokens
-    return jnp.where(sampling.forbidden[None] | (early[:, None] & ends[None]), -jnp.inf, logits)
+    return jnp.where(rules.forbidden[None] | (early[:, None] & ends[None]), -jnp.inf, logits)
 
 
 def _ordered(values: Array) -> Array:
     """int32 keys in the order of f32 values (the sign's bit pattern turned round)."""
-    bits = jax.lax.bitcast_convert_type(values, jnp.int32)
+    bits = jax.lax.bitcast_convert_type(jnp.where(values == 0.0, 0.0, values), jnp.int32)  # -0.0 is 0.0
     return jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -145,9 +146,7 @@ def stop_arrays(
     tables = None
     if automaton is not None:
         if token_bytes is None:
-            raise ValueError(
-                f"stop.strings={list(stop.strings)}: the model has no tokenizer; use stop.token_ids"
-            )
+            raise ValueError(f"stop.strings={list(stop.strings)}: the model has no tokenizer; use stop.token_ids")
         token_bytes = token_bytes[:vocab_size]
         states = 32
         while states < len(automaton.match):
@@ -158,17 +157,16 @@ def stop_arrays(
         joined = np.zeros((vocab_size, max(int(lengths.max()), 1)), np.uint8)
         for row, piece in zip(joined, token_bytes, strict=False):
             row[: len(piece)] = np.frombuffer(piece, np.uint8)
-        tables = StringTables(
+        host: Any = dict(
             next=np.pad(automaton.next, ((0, pad), (0, 0))),
             accept=np.pad(automaton.match > 0, (0, pad)),
             token_bytes=joined,
             token_lengths=lengths,
         )
-    return StopArrays(
-        eos=id_mask("eos_ids", eos_ids, vocab_size),
-        stop=id_mask("stop.token_ids", stop.token_ids, vocab_size),
-        strings=tables,
-    )
+        tables = StringTables(**host)
+    eos: Any = id_mask("eos_ids", eos_ids, vocab_size)
+    stop_ids: Any = id_mask("stop.token_ids", stop.token_ids, vocab_size)
+    return StopArrays(eos, stop_ids, tables)
 
 
 def advance_strings(tables: StringTables | None, state: Array, tokens: Array) -> tuple[Array, Array]:

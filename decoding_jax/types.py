@@ -134,9 +134,7 @@ class Model:
             raise ValueError(f"vocab_size={self.vocab_size}: a model needs at least one token id")
         bad = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
         if bad:
-            raise ValueError(
-                f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}"
-            )
+            raise ValueError(f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}")
 
     @property
     def spec(self) -> ModelSpec:
@@ -163,21 +161,13 @@ class Model:
         """
         make = getattr(self.apply, "view", None)
         if make is None:
-            raise ValueError(
-                f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed"
-            )
+            raise ValueError(f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed")
         return dataclasses.replace(self, apply=make(tuple(taps), start, stop, tuple(skip)))
 
     def __repr__(self) -> str:
         count = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(self.params))
-        name = (
-            type(self.config).__name__
-            if self.config is not None
-            else getattr(self.apply, "__name__", "apply")
-        )
-        return (
-            f"Model({name}, {count:,} parameters, vocab_size={self.vocab_size}, max_length={self.max_length})"
-        )
+        name = type(self.config).__name__ if self.config is not None else getattr(self.apply, "__name__", "apply")
+        return f"Model({name}, {count:,} parameters, vocab_size={self.vocab_size}, max_length={self.max_length})"
 
 
 FINISH_REASONS = ("length", "eos", "stop")

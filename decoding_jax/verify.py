@@ -37,13 +37,13 @@ class Verdict(NamedTuple):
     Attributes:
       rows: the rows with the emitted tokens committed.
       path: i32[B, depth], the accepted node at depth 1, 2, ...; W past the last one.
-      count: i32[B], emitted tokens (accepted ones and the one after them); 0 in rows that were done.
-      accepted: i32[B], emitted tokens that had been proposed; count - 1, or count where a proposal ended the row.
+      emitted: i32[B], emitted tokens (accepted ones and the one after them); 0 in rows that were done.
+      accepted: i32[B], emitted tokens that had been proposed; one less, or all where a proposal ended the row.
     """
 
     rows: Rows
     path: Array
-    count: Array
+    emitted: Array
     accepted: Array
 
 
@@ -83,7 +83,5 @@ def coupled(ctx: Context, rows: Rows, nodes: Nodes, logits: Array, depth: int) -
         return carry, jnp.where(carry[2], carry[1], width)
 
     zeros = jnp.zeros_like(rows.length)
-    (after, _, _, accepted), path = jax.lax.scan(
-        level, (rows, zeros, ~rows.done, zeros), None, length=depth + 1
-    )
+    (after, _, _, accepted), path = jax.lax.scan(level, (rows, zeros, ~rows.done, zeros), None, length=depth + 1)
     return Verdict(after, path[:depth].T, after.length - rows.length, accepted)

@@ -33,9 +33,7 @@ BYTE_TYPES = [CONTROL, CONTROL] + [NORMAL] * 258 + [UNUSED] * 2
 def interleaved(rows: np.ndarray, heads: int) -> np.ndarray:
     """Rows of each head in the order 0, d/2, 1, d/2 + 1, ..., spelled out one row at a time."""
     half = rows.shape[0] // heads // 2
-    order = [
-        head * 2 * half + side * half + i for head in range(heads) for i in range(half) for side in (0, 1)
-    ]
+    order = [head * 2 * half + side * half + i for head in range(heads) for i in range(half) for side in (0, 1)]
     return rows[order]
 
 
@@ -226,9 +224,7 @@ def test_a_separate_head_unties_the_embeddings(tmp_path: Path) -> None:
         ("qwen3", {"attn_q_norm.weight": "q_norm.weight", "attn_k_norm.weight": "k_norm.weight"}),
     ],
 )
-def test_qwen_rows_stay_and_its_own_tensors_come_along(
-    tmp_path: Path, family: str, extra: dict[str, str]
-) -> None:
+def test_qwen_rows_stay_and_its_own_tensors_come_along(tmp_path: Path, family: str, extra: dict[str, str]) -> None:
     """Only llama files have permuted rows; Qwen's biases and query/key norms are not forgotten."""
     weights = random_weights(family)
     path = write_gguf(tmp_path / "m.gguf", weights, family, changes={"tokenizer.ggml.pre": "qwen2"})
@@ -275,18 +271,14 @@ def test_llama3_frequencies_become_parameters(tmp_path: Path, theta: float) -> N
 def test_other_frequencies_are_refused(tmp_path: Path) -> None:
     """Divisors that no Llama 3 parameters give must not be dropped, which would decode nonsense far out."""
     divisors = llama3_divisors(8.0, 500000.0) * np.array([1, 1.01, 1, 1], np.float32)
-    path = write_gguf(
-        tmp_path / "m.gguf", random_weights("llama") | {"rope_freqs.weight": divisors}, theta=500000.0
-    )
+    path = write_gguf(tmp_path / "m.gguf", random_weights("llama") | {"rope_freqs.weight": divisors}, theta=500000.0)
     with pytest.raises(ValueError, match=r"m\.gguf.*unlike Llama 3"):
         converter.hf_folder_from_gguf(path, tmp_path)
 
 
 def test_the_tokenizer_is_rebuilt_from_the_metadata(tmp_path: Path) -> None:
     """Merges, special tokens, ends and template come over; filler rows are no tokens."""
-    path = write_gguf(
-        tmp_path / "m.gguf", random_weights("llama"), changes={"tokenizer.ggml.eot_token_id": 1}
-    )
+    path = write_gguf(tmp_path / "m.gguf", random_weights("llama"), changes={"tokenizer.ggml.eot_token_id": 1})
     tokenizer = Tokenizer.from_folder(converter.hf_folder_from_gguf(path, tmp_path))
     hel, low = BYTE_TOKENS.index("hel"), BYTE_TOKENS.index("l")
     assert tokenizer.encode("hell<|end|>") == [hel, low, 0]
@@ -305,9 +297,7 @@ def test_the_tokenizer_is_rebuilt_from_the_metadata(tmp_path: Path) -> None:
         ({"tokenizer.ggml.pre": "gpt-2", "tokenizer.ggml.add_bos_token": True}, [1]),
     ],
 )
-def test_the_start_token_follows_the_file(
-    tmp_path: Path, changes: dict[str, Any], expected: list[int]
-) -> None:
+def test_the_start_token_follows_the_file(tmp_path: Path, changes: dict[str, Any], expected: list[int]) -> None:
     """Llama 3 files start every text with their first token even where the metadata is silent."""
     path = write_gguf(tmp_path / "m.gguf", random_weights("llama"), changes=changes)
     tokenizer = Tokenizer.from_folder(converter.hf_folder_from_gguf(path, tmp_path))
@@ -319,9 +309,7 @@ def sentencepiece_ids(text: str, tokens: list[str], scores: list[float]) -> list
     ids = {token: i for i, token in enumerate(tokens)}
     pieces = list("▁" + text.replace(" ", "▁"))
     while True:
-        joint = [
-            (scores[ids[a + b]], -n) for n, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids
-        ]
+        joint = [(scores[ids[a + b]], -n) for n, (a, b) in enumerate(itertools.pairwise(pieces)) if a + b in ids]
         if not joint:
             break
         n = -max(joint)[1]
@@ -399,9 +387,7 @@ def test_a_file_cut_anywhere_is_refused(tmp_path: Path) -> None:
         ({"llama.feed_forward_length": [64, 32]}, "different sizes"),
     ],
 )
-def test_what_has_no_equal_in_a_folder_is_refused(
-    tmp_path: Path, spoil: dict[str, Any], message: str
-) -> None:
+def test_what_has_no_equal_in_a_folder_is_refused(tmp_path: Path, spoil: dict[str, Any], message: str) -> None:
     """A file that would be converted wrongly is refused by name, and leaves nothing in the cache."""
     spoil = dict(spoil)
     weights = random_weights("llama")
@@ -441,12 +427,8 @@ def fill(folder: Path) -> None:
     (folder / "a.txt").write_text("content")
 
 
-@pytest.mark.parametrize(
-    "damage", ["changed", "shortened", "removed", "no manifest", "no JSON", "other JSON"]
-)
-def test_damaged_folders_are_made_again(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str
-) -> None:
+@pytest.mark.parametrize("damage", ["changed", "shortened", "removed", "no manifest", "no JSON", "other JSON"])
+def test_damaged_folders_are_made_again(tmp_path: Path, caplog: pytest.LogCaptureFixture, damage: str) -> None:
     """No damaged byte is ever handed out: the folder is rebuilt, with a warning that says why."""
     folder = cache_files.cached_folder(tmp_path / "entry", fill)
     match damage:

@@ -33,9 +33,7 @@ def byte_level() -> tokenizers.Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens(["<s>", "</s>"])
     backend.add_tokens(["Ġplain é"])
-    backend.post_processor = processors.TemplateProcessing(
-        single="<s> $A", pair=None, special_tokens=[("<s>", 258)]
-    )
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair=None, special_tokens=[("<s>", 258)])
     return backend
 
 
@@ -102,9 +100,7 @@ def test_each_kind_of_token_spells_its_bytes() -> None:
 
 def test_tokenizers_of_other_kinds_decode_as_the_library_does() -> None:
     """WordPiece spacing is the decoder's business, not that of the bytes."""
-    backend = tokenizers.Tokenizer(
-        models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "well": 3}, unk_token="[UNK]")
-    )
+    backend = tokenizers.Tokenizer(models.WordPiece({"[UNK]": 0, "play": 1, "##ing": 2, "well": 3}, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.decoder = decoders.WordPiece()
     tokenizer = Tokenizer(backend)
@@ -192,9 +188,7 @@ def test_templates_run_as_transformers_runs_them() -> None:
     stop = {"role": "stop", "content": ""}
     assert tokenizer.apply_chat_template([USER, stop, USER]) == "<s>user: \"<é> & 'x'\"assistant:"
     assert tokenizer.apply_chat_template([USER], add_generation_prompt=False) == "<s>user: \"<é> & 'x'\""
-    dated = Tokenizer(
-        byte_level(), chat_template="{{ strftime_now('%Y') }}{{ tools is none }}{{ eos_token }}"
-    )
+    dated = Tokenizer(byte_level(), chat_template="{{ strftime_now('%Y') }}{{ tools is none }}{{ eos_token }}")
     assert dated.apply_chat_template([USER]) == f"{datetime.datetime.now().year}True"
 
 
@@ -264,10 +258,7 @@ def test_saved_tokenizers_come_back(tmp_path: Path) -> None:
 def test_digest_is_that_of_the_vocabulary() -> None:
     """Equal for equal maps from ids to tokens, whatever else differs; different when two tokens swap ids."""
     plain = Tokenizer(byte_level())
-    assert (
-        plain.vocabulary_digest()
-        == Tokenizer(byte_level(), {"bos_token": "<s>"}, (1,), "t").vocabulary_digest()
-    )
+    assert plain.vocabulary_digest() == Tokenizer(byte_level(), {"bos_token": "<s>"}, (1,), "t").vocabulary_digest()
     ours = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1}, unk_token="a")))
     theirs = Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 1, "b": 0}, unk_token="a")))
     assert ours.vocabulary_digest() != theirs.vocabulary_digest()

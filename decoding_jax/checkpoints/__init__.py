@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from decoding_jax.checkpoints import huggingface
 from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
 from decoding_jax.checkpoints.huggingface import Placement
-from decoding_jax.checkpoints.orbax import FORMAT, load_orbax, save
+from decoding_jax.checkpoints.orbax import FORMAT, load_orbax, save, write_folder
 from decoding_jax.checkpoints.tokenizer import Tokenizer
 from decoding_jax.models.functional import transformer_model
+from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.types import Model
 
-__all__ = ["PACKAGED_MODELS", "Placement", "Tokenizer", "load", "save"]
+__all__ = ["PACKAGED_MODELS", "Placement", "Tokenizer", "load", "save", "save_huggingface"]
 
 # Models inside packages: name -> (package, GGUF file in it)
 PACKAGED_MODELS = {
@@ -47,20 +51,37 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: 
     return _load_huggingface(path, dtype, placement)
 
 
+def save_huggingface(model: Model, folder: str | os.PathLike[str]) -> None:
+    """Writes a Transformer model as a Hugging Face folder that transformers and `load` read.
+
+    Raises:
+      ValueError: the model is no Transformer, no family has its settings, or the folder exists.
+    """
+    config = model.config
+    if not isinstance(config, TransformerConfig):
+        raise ValueError(f"{model!r} has no TransformerConfig; only Transformers have a Hugging Face form")
+    dtype = jax.tree.leaves(model.params)[0].dtype.name
+    raw = huggingface.config_to_hf(config, model.eos_ids, dtype)
+
+    def fill(scratch: Path) -> None:
+        huggingface.save_params(scratch, config, model.params)
+        if model.tokenizer is not None:
+            model.tokenizer.save(scratch)
+        (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+
+    write_folder(Path(folder).absolute(), fill)
+
+
 def _resolve(name_or_path: str | os.PathLike[str]) -> Path:
     name = os.fspath(name_or_path)
     if name not in PACKAGED_MODELS:
         path = Path(name).expanduser()
         if not path.exists():
             known = ", ".join(PACKAGED_MODELS)
-            raise ValueError(
-                f"model={name!r}: no such folder or file, and no packaged model (there are: {known})"
-            )
+            raise ValueError(f"model={name!r}: no such folder or file, and no packaged model (there are: {known})")
         return path
     package, module, file = PACKAGED_MODELS[name]
-    found = importlib.util.find_spec(
-        module
-    )  # found, not imported: the package's own requirements are not needed
+    found = importlib.util.find_spec(module)  # found, not imported: the package's own requirements are not needed
     folders = list(found.submodule_search_locations or []) if found else []
     path = Path(folders[0]) / file if folders else Path(file)
     if not path.exists():

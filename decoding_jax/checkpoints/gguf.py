@@ -151,9 +151,7 @@ def _check_magic(path: Path) -> None:
     except OSError as error:
         raise _refusal(path, f"cannot be read ({error})", "check the path") from error
     if magic != b"GGUF":
-        raise _refusal(
-            path, f"is not one: it begins with {magic!r}", "pass a .gguf file, or a folder to `load`"
-        )
+        raise _refusal(path, f"is not one: it begins with {magic!r}", "pass a .gguf file, or a folder to `load`")
 
 
 def _read(path: Path) -> tuple[Metadata, Tensors]:
@@ -162,9 +160,7 @@ def _read(path: Path) -> tuple[Metadata, Tensors]:
         metadata = {name: field.contents() for name, field in reader.fields.items()}
     except Exception as error:
         # The reader has no checks of its own: at a missing byte NumPy raises whatever it comes to first.
-        raise _refusal(
-            path, f"is damaged or cut short ({type(error).__name__}: {error})", "fetch it again"
-        ) from error
+        raise _refusal(path, f"is damaged or cut short ({type(error).__name__}: {error})", "fetch it again") from error
     if reader.endianess != gguf.GGUFEndian.LITTLE:
         raise _refusal(path, "is big-endian", "run gguf-convert-endian on it")
     return metadata, {tensor.name: tensor for tensor in reader.tensors}
@@ -184,11 +180,7 @@ def _required(path: Path, metadata: Metadata, key: str) -> Any:
 def _hf_names(path: Path, family: str, layers: int, tensors: Iterable[str]) -> dict[str, str]:
     """Hugging Face name to GGUF name of every tensor; a ValueError unless just the right ones are there."""
     present = set(tensors) - {"rope_freqs.weight"}
-    parts = [
-        f"{name}.weight"
-        for name in _LAYER_NAMES
-        if family == "qwen3" or not name.endswith(("q_norm", "k_norm"))
-    ]
+    parts = [f"{name}.weight" for name in _LAYER_NAMES if family == "qwen3" or not name.endswith(("q_norm", "k_norm"))]
     if family == "qwen2":
         parts += ["attn_q.bias", "attn_k.bias", "attn_v.bias"]
     elif family == "llama" and "blk.0.attn_q.bias" in present:
@@ -217,9 +209,7 @@ def _config(path: Path, family: str, metadata: Metadata, tensors: Tensors) -> di
         return _required(path, metadata, f"{family}.{key}")
 
     heads = int(number("attention.head_count"))
-    kv_heads = (
-        int(number("attention.head_count_kv")) if f"{family}.attention.head_count_kv" in metadata else heads
-    )
+    kv_heads = int(number("attention.head_count_kv")) if f"{family}.attention.head_count_kv" in metadata else heads
     q_rows, hidden = _shape(tensors["blk.0.attn_q.weight"])
     head_dim = q_rows // heads
     k_rows = _shape(tensors["blk.0.attn_k.weight"])[0]
@@ -293,9 +283,7 @@ def _llama3_scaling(path: Path, divisors: np.ndarray, theta: float, head_dim: in
     factor = round((1.0 - kept[-1]) / slowest, 3) if kept[-1] < 1.0 and slowest > 0.0 else 1.0
     expected = 1.0 / (kept + (1.0 - kept) / factor)
     if divisors.shape != expected.shape or not np.allclose(divisors, expected, rtol=1e-3, atol=0):
-        raise _refusal(
-            path, "scales its rotary frequencies unlike Llama 3", "use the model's safetensors folder"
-        )
+        raise _refusal(path, "scales its rotary frequencies unlike Llama 3", "use the model's safetensors folder")
     if factor == 1.0:
         return None
     return {
@@ -334,9 +322,7 @@ def _half_split(array: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(array.shape)
 
 
-def _write_safetensors(
-    path: Path, shapes: dict[str, tuple[int, ...]], load: Callable[[str], np.ndarray]
-) -> None:
+def _write_safetensors(path: Path, shapes: dict[str, tuple[int, ...]], load: Callable[[str], np.ndarray]) -> None:
     """Writes float32 arrays one at a time, so that no more than one is in memory.
 
     Format: https://github.com/huggingface/safetensors#format (the library itself wants all of them at once).
@@ -363,9 +349,7 @@ def _tokenizer(path: Path, metadata: Metadata) -> Tokenizer:
         tokens.pop()
         types.pop()
     if len(set(tokens)) != len(tokens) or len(types) != len(tokens):
-        raise _refusal(
-            path, "has a vocabulary with doubles or gaps", "use the model's tokenizer.json instead"
-        )
+        raise _refusal(path, "has a vocabulary with doubles or gaps", "use the model's tokenizer.json instead")
     if kind == "gpt2":
         backend = _byte_level(path, metadata, tokens)
     elif kind == "llama":
@@ -415,9 +399,7 @@ def _byte_level(path: Path, metadata: Metadata, tokens: list[str]) -> tokenizers
     return backend
 
 
-def _sentencepiece(
-    path: Path, metadata: Metadata, tokens: list[str], types: list[int]
-) -> tokenizers.Tokenizer:
+def _sentencepiece(path: Path, metadata: Metadata, tokens: list[str], types: list[int]) -> tokenizers.Tokenizer:
     """SentencePiece merges the pair whose joint piece scores best: the merges are listed in that order."""
     scores = _required(path, metadata, "tokenizer.ggml.scores")
     vocabulary = {token: i for i, token in enumerate(tokens)}
@@ -436,9 +418,7 @@ def _sentencepiece(
     prepend = [normalizers.Prepend("▁")] if space else []
     backend.normalizer = normalizers.Sequence([*prepend, normalizers.Replace(" ", "▁")])
     strip = [decoders.Strip(" ", 1, 0)] if space else []
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip]
-    )
+    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *strip])
     return backend
 
 

@@ -30,14 +30,14 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Source(NamedTuple):
-    """Where a param comes from: tensors joined along their first axis, then transposed if a matrix product's."""
+    """Where a param comes from: tensors joined along their first axis, transposed if it is a kernel."""
 
     names: tuple[str, ...]
     transpose: bool
 
 
 def tensor_table(config: TransformerConfig) -> dict[str, Source]:
-    """Our params by path, and the tensors each is made of. Llama, Mistral, Qwen2 and Qwen3 share these names."""
+    """Our params by path, and the tensors each is made of; all covered families share these names."""
     table = {
         "embed/embedding": Source(("model.embed_tokens.weight",), False),
         "norm/scale": Source(("model.norm.weight",), False),
@@ -52,9 +52,7 @@ def tensor_table(config: TransformerConfig) -> dict[str, Source]:
             f"{ours}/attention/qkv/kernel": Source(tuple(f"{name}.weight" for name in qkv), True),
             f"{ours}/attention/out/kernel": Source((f"{theirs}.self_attn.o_proj.weight",), True),
             f"{ours}/mlp_norm/scale": Source((f"{theirs}.post_attention_layernorm.weight",), False),
-            f"{ours}/gate_up/kernel": Source(
-                (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"), True
-            ),
+            f"{ours}/gate_up/kernel": Source((f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"), True),
             f"{ours}/down/kernel": Source((f"{theirs}.mlp.down_proj.weight",), True),
         }
         if config.qkv_bias:
@@ -89,9 +87,7 @@ def config_from_hf(raw: Mapping[str, Any], name: str = "config.json") -> Transfo
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise refuse("hidden_act", "the MLP is gated by silu")
     if raw.get("mlp_bias") or (raw.get("attention_bias") and family != "qwen2"):
-        raise refuse(
-            "mlp_bias" if raw.get("mlp_bias") else "attention_bias", "only Qwen2's q, k, v biases exist here"
-        )
+        raise refuse("mlp_bias" if raw.get("mlp_bias") else "attention_bias", "only Qwen2's q, k, v biases exist here")
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise refuse("partial_rotary_factor", "whole heads are rotated")
     missing = [
@@ -167,17 +163,9 @@ def config_to_hf(config: TransformerConfig, eos_ids: tuple[int, ...], dtype: str
       ValueError: no family has these settings together.
     """
     if config.qk_norm and config.qkv_bias:
-        raise ValueError(
-            "no supported family has both qkv_bias and qk_norm; this model has no Hugging Face form"
-        )
+        raise ValueError("no supported family has both qkv_bias and qk_norm; this model has no Hugging Face form")
     family = (
-        "qwen3"
-        if config.qk_norm
-        else "qwen2"
-        if config.qkv_bias
-        else "mistral"
-        if config.sliding_window
-        else "llama"
+        "qwen3" if config.qk_norm else "qwen2" if config.qkv_bias else "mistral" if config.sliding_window else "llama"
     )
     names = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3"}
     raw: dict[str, Any] = {
@@ -237,16 +225,14 @@ def _open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
     if not files:
         raise ValueError(f"{folder}: no .safetensors file; download the model's weights into this folder")
     with contextlib.ExitStack() as stack:
-        tensors = {}
+        tensors: dict[str, Any] = {}
         for file in files:
             if not file.exists():
                 raise ValueError(f"{file} is named in {index.name} but does not exist; download it again")
             try:
                 opened = stack.enter_context(safetensors.safe_open(file, framework="numpy"))
             except (safetensors.SafetensorError, OSError) as error:
-                raise ValueError(
-                    f"{file} is not a whole safetensors file ({error}); download it again"
-                ) from None
+                raise ValueError(f"{file} is not a whole safetensors file ({error}); download it again") from None
             tensors |= dict.fromkeys(opened.keys(), opened)
         yield tensors
 
@@ -281,18 +267,14 @@ def load_params(folder: Path, config: TransformerConfig, dtype: Any, placement: 
             for name, size in zip(source.names, sizes, strict=True):
                 shape = tuple(tensors[name].get_slice(name).get_shape())
                 if shape != (size, *expected[1:]):
-                    problems.append(
-                        f"wrong shape: {name} is {shape}, the config wants {(size, *expected[1:])}"
-                    )
+                    problems.append(f"wrong shape: {name} is {shape}, the config wants {(size, *expected[1:])}")
         # A tied head may be stored again, and old files hold rotary tables that follow from the config.
         spare = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
         spare |= {"lm_head.weight"} if config.tie_embeddings else set()
         problems += [f"unused: {name}" for name in sorted(set(tensors) - wanted - spare)]
         if problems:
             listed = "\n  ".join(problems)
-            raise ValueError(
-                f"{folder}: the tensors do not fit config.json ({len(problems)} problems):\n  {listed}"
-            )
+            raise ValueError(f"{folder}: the tensors do not fit config.json ({len(problems)} problems):\n  {listed}")
 
         def read(path: str, leaf: Any) -> jax.Array:
             source = table[path]
@@ -307,7 +289,8 @@ def load_params(folder: Path, config: TransformerConfig, dtype: Any, placement: 
 
 def save_params(folder: Path, config: TransformerConfig, params: PyTree) -> None:
     """Writes params as model.safetensors under the names of the folder's family."""
-    table, tensors = tensor_table(config), {}
+    table = tensor_table(config)
+    tensors: dict[str, np.ndarray] = {}
     for key_path, leaf in jax.tree.flatten_with_path(params)[0]:
         path = path_of(key_path)
         source = table[path]
@@ -323,9 +306,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The parsed config.json of a folder; ValueError where there is none or it is not JSON."""
     file = folder / "config.json"
     if not file.exists():
-        raise ValueError(
-            f"{folder}: no config.json; give the folder of a model (Hugging Face or decoding_jax)"
-        )
+        raise ValueError(f"{folder}: no config.json; give the folder of a model (Hugging Face or decoding_jax)")
     try:
         raw = json.loads(file.read_text())
     except ValueError as error:

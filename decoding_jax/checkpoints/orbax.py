@@ -102,9 +102,7 @@ def load_orbax(folder: Path, dtype: Any = None, placement: Placement = None) -> 
     try:
         arrays = ocp.load(folder.absolute() / "params", wanted)
     except Exception as error:  # Orbax and TensorStore raise many kinds; none of them names the remedy
-        raise ValueError(
-            f"{folder / 'params'} cannot be restored ({error}); save or convert it again"
-        ) from error
+        raise ValueError(f"{folder / 'params'} cannot be restored ({error}); save or convert it again") from error
     params = jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
     return transformer_model(config, params, tokenizer=tokenizer, eos_ids=eos_ids)

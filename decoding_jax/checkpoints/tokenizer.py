@@ -43,9 +43,7 @@ class Tokenizer:
         # Files keep the truncation and padding of whoever trained with them; ids must be the text's alone.
         self.backend.no_truncation()
         self.backend.no_padding()
-        special = {
-            token.content for token in self.backend.get_added_tokens_decoder().values() if token.special
-        }
+        special = {token.content for token in self.backend.get_added_tokens_decoder().values() if token.special}
         for text in self.named_tokens.values():
             # Tokens the vocabulary lacks are left out: adding them would make ids the model has not.
             if text not in special and self.backend.token_to_id(text) is not None:
@@ -305,9 +303,7 @@ def _check_messages(messages: Any) -> None:
     if not isinstance(messages, list) or not messages:
         raise ValueError(f"messages is {messages!r}; it must be a list such as {form}")
     for place, message in enumerate(messages):
-        if not isinstance(message, dict) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
+        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in ("role", "content")):
             raise ValueError(f"messages[{place}] is {message!r}; messages must be a list such as {form}")
 
 

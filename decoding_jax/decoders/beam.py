@@ -12,6 +12,8 @@ Ending and continuing extensions are ranked apart, so any number of ending ids l
 
 from __future__ import annotations
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -105,17 +107,13 @@ class Beam:
     def check(self, ctx: Context) -> None:
         """Refuses settings that have no meaning for a search; ValueError says which."""
         if self.num_beams < 1 or not 1 <= self.n_best <= self.num_beams:
-            raise ValueError(
-                f"num_beams={self.num_beams}, n_best={self.n_best}: need 1 <= n_best <= num_beams"
-            )
+            raise ValueError(f"num_beams={self.num_beams}, n_best={self.n_best}: need 1 <= n_best <= num_beams")
         if not np.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty={self.length_penalty}: must be a finite number; 0 is off")
         if bool((ctx.sampling.temperature > 0).any()):
             raise ValueError("sampling.temperature: Beam searches and does not draw; use temperature 0")
         if self.num_beams >= ctx.model.vocab_size:
-            raise ValueError(
-                f"num_beams={self.num_beams}: must be below the vocabulary size {ctx.model.vocab_size}"
-            )
+            raise ValueError(f"num_beams={self.num_beams}: must be below the vocabulary size {ctx.model.vocab_size}")
 
     def init(self, ctx: Context) -> BeamState:
         """Prefills every prompt once and gives each of its beams a copy."""
@@ -123,7 +121,8 @@ class Beam:
         batch, size = ctx.prompts.shape
         rows = start_rows(ctx)
         wide = lambda leaf: jnp.repeat(leaf[:, None], beams, axis=1)
-        first = jnp.where(jnp.arange(beams) == 0, 0.0, -jnp.inf)[None]  # all beams start equal: only one counts
+        # All beams start equal, so only one of them counts.
+        first = jnp.full((1, beams), -jnp.inf, jnp.float32).at[0, 0].set(0.0)
         live = Hypotheses(
             tokens=wide(rows.tokens),
             log_probs=wide(rows.log_probs),
@@ -134,8 +133,10 @@ class Beam:
         )
         return BeamState(
             live=live,
-            finished=live.replace(
-                total=jnp.full((batch, beams), -jnp.inf), reason=jnp.full((batch, beams), LENGTH)
+            finished=dataclasses.replace(
+                live,
+                total=jnp.full((batch, beams), -jnp.inf, jnp.float32),
+                reason=jnp.full((batch, beams), LENGTH, jnp.int32),
             ),
             cache=reorder_rows(prefill(ctx, size), jnp.repeat(jnp.arange(batch), beams)),
             done=rows.done,
@@ -163,7 +164,7 @@ class Beam:
         out = ctx.apply(inputs, state.cache)
         logits = ctx.readout(out.hidden)[:, 0]
         processed = process_logits(
-            wide.sampling, logits, flat.tokens, wide.prompt_lengths, flat.length, ctx.stops.ends
+            wide.sampling, ctx.rules, logits, flat.tokens, wide.prompt_lengths, flat.length, ctx.stops.ends
         )
         shape = (batch, beams, -1)
         own = jax.nn.log_softmax(logits).reshape(shape)
@@ -200,16 +201,16 @@ class Beam:
         by_string = other.reason == STOP
         order = jax.lax.top_k(jnp.where(by_string, -jnp.inf, other.total), beams)[1]
         live = _pick(other, order)
-        live = live.replace(total=jnp.where(live.reason == NOT_ENDED, live.total, -jnp.inf))
+        live = dataclasses.replace(live, total=jnp.where(live.reason == NOT_ENDED, live.total, -jnp.inf))
         full = live.length >= ctx.limits[:, None]
         ended = _join(
             by_id,
-            other.replace(total=jnp.where(by_string, other.total, -jnp.inf)),
-            live.replace(
-                total=jnp.where(full, live.total, -jnp.inf), reason=jnp.full_like(live.reason, LENGTH)
+            dataclasses.replace(other, total=jnp.where(by_string, other.total, -jnp.inf)),
+            dataclasses.replace(
+                live, total=jnp.where(full, live.total, -jnp.inf), reason=jnp.full_like(live.reason, LENGTH)
             ),
         )
-        ended = ended.replace(total=self._score(ctx, ended.total, ended.length))
+        ended = dataclasses.replace(ended, total=self._score(ctx, ended.total, ended.length))
         finished = _best(_join(state.finished, ended), beams)
 
         # A live sum can only fall; its score is best at the longest length, or the next one if length costs.
@@ -220,7 +221,8 @@ class Beam:
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(state.done.reshape(batch, *[1] * (new.ndim - 1)), old, new)
 
-        moved = jnp.take_along_axis(parent, order, axis=1) + jnp.arange(batch, dtype=jnp.int32)[:, None] * beams
+        first = jnp.arange(batch, dtype=jnp.int32)[:, None] * beams
+        moved = first + jnp.take_along_axis(parent, order, axis=1)
         return BeamState(
             live=jax.tree.map(keep, live, state.live),
             finished=jax.tree.map(keep, finished, state.finished),
@@ -247,8 +249,6 @@ class Beam:
             lengths=lengths[:, 0],
             log_probs=log_probs[:, 0],
             finish_reason=[FINISH_REASONS[r] for r in best.reason[:, 0]],
-            stats=Stats(
-                model_calls=calls, draft_calls=zeros, drafted=zeros, accepted=zeros, tokens=lengths[:, 0]
-            ),
+            stats=Stats(model_calls=calls, draft_calls=zeros, drafted=zeros, accepted=zeros, tokens=lengths[:, 0]),
             candidates=Candidates(tokens, lengths, best.total, log_probs),
         )

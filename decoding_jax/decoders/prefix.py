@@ -14,7 +14,7 @@ cache then holds everything committed but the last token, which is the next roun
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ class Accepted:
 
 @struct.dataclass
 class StepRecord:
-    """One step, for the trace: proposals i32[B, W], which of them counted, accepted and emitted tokens i32[B]."""
+    """One step, for the trace: i32[B, W] proposals, which of them counted, how many were accepted and emitted."""
 
     proposed: Array
     verifiable: Array
@@ -75,7 +75,7 @@ class StepRecord:
 
 @struct.dataclass
 class PrefixState:
-    """Attributes: the rows, the model's cache, the method's carry, counters i32[B], the last step's record."""
+    """The rows, the model's cache, what the method carries, counters i32[B], and the last step's record."""
 
     rows: Rows
     cache: Cache
@@ -165,7 +165,7 @@ class Prefix:
             accepted=state.accepted + result.accepted,
             record=StepRecord(draft.tokens, verifiable, result.accepted, result.count),
         )
-        return state.replace(carry=self.observe(ctx, state, draft, result))
+        return dataclasses.replace(state, carry=self.observe(ctx, state, draft, result))
 
     def finalize(self, ctx: Context, state: PrefixState) -> DecodeOutput:
         """Cuts the new tokens out of the rows (on the host)."""
@@ -206,11 +206,10 @@ def _score(
     root = rows.length - 1
     kept = nodes.verifiable.at[:, 0].set(True) & ~rows.done[:, None]
     positions = root[:, None] + depth[:, :size]
-    chain = reach is None
     inputs = Inputs(
         tokens=nodes.tokens,
         positions=positions,
-        mask=chain_mask(positions, capacity) if chain else tree_mask(root, reach[:, :size, :size], capacity),
+        mask=(chain_mask(positions, capacity) if reach is None else tree_mask(root, reach[:, :size, :size], capacity)),
         slots=jnp.where(kept, root[:, None] + jnp.arange(size)[None], capacity),
     )
     out = ctx.apply(inputs, state.cache)
@@ -218,29 +217,19 @@ def _score(
     verdict = coupled(ctx, rows, nodes, ctx.readout(out.hidden), levels)
 
     cache = out.cache
-    if not chain and levels:
+    if reach is not None and levels:
         slots = jnp.where(verdict.path < size, root[:, None] + verdict.path, capacity)
         cache = compact_path(cache, root, slots)
     drawn_from = jnp.pad(verdict.path, ((0, 0), (1, draft.depth - levels))).clip(0, width)
     hidden, taps = jax.tree.map(lambda x: read_slots(x, drawn_from), (out.hidden, out.taps))
-    return verdict.rows, cache, Accepted(verdict.count, verdict.accepted, hidden, taps)
+    return verdict.rows, cache, Accepted(verdict.emitted, verdict.accepted, hidden, taps)
 
 
-def output_of_rows(ctx: Context, rows: Rows, calls: Array, drafted: Array, accepted: Array) -> DecodeOutput:
+def output_of_rows(ctx: Context, rows: Rows, model_calls: Array, drafts: Array, kept: Array) -> DecodeOutput:
     """The new part of each row as numpy arrays i32[B, budget]."""
-    tokens, log_probs, length, reason, start, limits, calls, drafted, accepted = jax.device_get(
-        (
-            rows.tokens,
-            rows.log_probs,
-            rows.length,
-            rows.reason,
-            ctx.prompt_lengths,
-            ctx.limits,
-            calls,
-            drafted,
-            accepted,
-        )
-    )
+    tokens, log_probs, length, reason = jax.device_get((rows.tokens, rows.log_probs, rows.length, rows.reason))
+    start, limits = jax.device_get((ctx.prompt_lengths, ctx.limits))
+    calls, drafted, accepted = jax.device_get((model_calls, drafts, kept))
     lengths = length - start
     at = np.arange(max(int((limits - start).max()), 0))
     index = np.minimum(start[:, None] + at, tokens.shape[1] - 1)

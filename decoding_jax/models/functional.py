@@ -23,7 +23,7 @@ class ModuleApply:
     """`apply` of a module with the call signature (inputs, cache, view) -> Features."""
 
     graphdef: Any
-    selection: View = View()
+    selection: View = dataclasses.field(default_factory=View)
 
     def __call__(self, params: PyTree, inputs: Inputs, cache: Any) -> Features:
         return nnx.merge(self.graphdef, params)(inputs, cache, self.selection)
@@ -75,9 +75,7 @@ def transformer_model(config: TransformerConfig, params: PyTree, **fields: Any) 
     )
 
 
-def init_transformer(
-    config: TransformerConfig, seed: int = 0, dtype: Any = jnp.float32, **fields: Any
-) -> Model:
+def init_transformer(config: TransformerConfig, seed: int = 0, dtype: Any = jnp.float32, **fields: Any) -> Model:
     """A Transformer with random params, made by one compiled function."""
 
     @functools.partial(jax.jit, static_argnums=1)

@@ -55,9 +55,7 @@ class TransformerConfig:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}"
-            )
+            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_size % 2:
             raise ValueError(f"head_size={self.head_size} is odd; rotary positions need an even size")
 
@@ -75,9 +73,7 @@ class View:
         """The layers to run, in order."""
         stop = num_layers if self.stop is None else self.stop
         if not 0 <= self.start <= stop <= num_layers:
-            raise ValueError(
-                f"view(start={self.start}, stop={self.stop}): the model has layers 0..{num_layers - 1}"
-            )
+            raise ValueError(f"view(start={self.start}, stop={self.stop}): the model has layers 0..{num_layers - 1}")
         run = [i for i in range(self.start, stop) if i not in self.skip]
         if missing := [i for i in self.taps if i not in run]:
             raise ValueError(f"view(taps={self.taps}): layers {missing} are not run by this view")
@@ -113,9 +109,7 @@ class Attention(nnx.Module):
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
         self.sizes = (heads, kv_heads, size)
         options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.qkv = nnx.Linear(
-            config.width, (heads + 2 * kv_heads) * size, use_bias=config.qkv_bias, **options
-        )
+        self.qkv = nnx.Linear(config.width, (heads + 2 * kv_heads) * size, use_bias=config.qkv_bias, **options)
         self.out = nnx.Linear(heads * size, config.width, use_bias=False, **options)
         self.q_norm = nnx.RMSNorm(size, epsilon=config.norm_eps, **options) if config.qk_norm else None
         self.k_norm = nnx.RMSNorm(size, epsilon=config.norm_eps, **options) if config.qk_norm else None
@@ -161,15 +155,11 @@ class Transformer(nnx.Module):
         self.config = config
         self.embed = nnx.Embed(config.vocab_size, config.width, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.layers = nnx.List([Layer(config, dtype, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.RMSNorm(
-            config.width, epsilon=config.norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs
-        )
+        self.norm = nnx.RMSNorm(config.width, epsilon=config.norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
         self.head = (
             None
             if config.tie_embeddings
-            else nnx.Linear(
-                config.width, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs
-            )
+            else nnx.Linear(config.width, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
         )
 
     def __call__(self, inputs: Inputs, cache: Cache | None, view: View = View()) -> Features:
@@ -179,18 +169,16 @@ class Transformer(nnx.Module):
         view may go on from there.
         """
         if inputs.time is not None or inputs.features is not None:
-            raise ValueError(
-                "Inputs.time and Inputs.features: this Transformer takes neither; leave them None"
-            )
+            raise ValueError("Inputs.time and Inputs.features: this Transformer takes neither; leave them None")
         x = self.embed(inputs.tokens) if inputs.embeds is None else inputs.embeds
         angles = inputs.positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)[None, None]
         cos, sin = jnp.cos(angles), jnp.sin(angles)
-        mask, layers, key_positions = inputs.mask, None, inputs.positions
-        if inputs.slots is not None:
+        mask, slots, layers, key_positions = inputs.mask, inputs.slots, None, inputs.positions
+        if slots is not None:
             if cache is None:
                 raise ValueError("Inputs.slots are given, but there is no cache to write to")
             layers = list(cache.slots["layers"])
-            key_positions = write_slots(cache.slots["positions"], inputs.slots, inputs.positions)
+            key_positions = write_slots(cache.slots["positions"], slots, inputs.positions)
         if self.config.sliding_window is not None:
             distance = inputs.positions[:, :, None] - key_positions[:, None, :]
             mask = mask & (jnp.abs(distance) < self.config.sliding_window)
@@ -200,15 +188,15 @@ class Transformer(nnx.Module):
             layer = self.layers[index]
             q, k, v = layer.attention.project(layer.attention_norm(x))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            if layers is not None:
-                k = write_slots(layers[index]["k"], inputs.slots, k)
-                v = write_slots(layers[index]["v"], inputs.slots, v)
+            if layers is not None and slots is not None:
+                k = write_slots(layers[index]["k"], slots, k)
+                v = write_slots(layers[index]["v"], slots, v)
                 layers[index] = {"k": k, "v": v}
             x = x + layer.attention.attend(q, k, v, mask)
             x = x + layer.mlp(layer.mlp_norm(x))
             taps[index] = x
-        if layers is not None:
-            cache = cache.replace(slots={"layers": layers, "positions": key_positions})
+        if cache is not None and layers is not None:
+            cache = dataclasses.replace(cache, slots={"layers": layers, "positions": key_positions})
         if view.stop is None:
             x = self.norm(x)
         return Features(x, tuple(taps[i] for i in view.taps), cache)

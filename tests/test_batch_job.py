@@ -1,0 +1,566 @@
+"""The batch job: what is planned, what is written, and that no interruption changes a byte of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tokenizers
+import zoo
+from tokenizers import decoders, models, pre_tokenizers
+
+import decoding_jax as dj
+from decoding_jax import batch_job
+from decoding_jax.batch_job import Batch, Job, Tally, plan_parts, read_rows
+from decoding_jax.checkpoints import Tokenizer
+from decoding_jax.models.functional import init_transformer
+from decoding_jax.registry import make_decoder
+
+ROOT = Path(__file__).parent.parent
+CONTEXT, BUDGET = 96, 6
+
+
+def byte_tokenizer(chat_template: str | None = None) -> Tokenizer:
+    """One id for each byte, 256 of them."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(backend, chat_template=chat_template)
+
+
+# Its law hashes the whole visible row, so a wrong row, slot or row id changes what follows.
+MODEL = dataclasses.replace(
+    zoo.history_cached(256, seed=7, eos_ids=(3, 77)).model,
+    tokenizer=byte_tokenizer("{% for m in messages %}{{ m.content }}|{% endfor %}"),
+    max_length=CONTEXT,
+)
+JOB = Job(max_new_tokens=BUDGET, sampling=dj.Sampling(temperature=1.0), batch_size=3, batches_per_part=2, seed=5)
+
+GOOD = [
+    *({"id": f"short {n}", "prompt": "x" * (n % 5 + 1)} for n in range(11)),
+    {"id": 7, "tokens": [5] * 70},
+    {"id": "chat", "messages": [{"role": "user", "content": "hello"}]},
+    *({"id": f"long {n}", "prompt": "y" * (66 + n)} for n in range(4)),
+]
+
+
+def write_lines(path: Path, lines: Sequence[Any]) -> Path:
+    """Objects as JSON lines, bytes as they are."""
+    raw = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    path.write_bytes(b"".join(line + b"\n" for line in raw))
+    return path
+
+
+def run_all(
+    source: Path,
+    folder: Path,
+    job: Job = JOB,
+    model: dj.Model = MODEL,
+    overwrite: bool = False,
+    on_batch: Callable[[Tally], None] = lambda tally: None,
+) -> Tally:
+    """What scripts/decode.py does between its flags and its summary."""
+    lock = batch_job.open_folder(folder)
+    try:
+        files = [(source.name, source)]
+        plan = batch_job.describe_job(files, job, "toy", "float32")
+        if not overwrite:
+            batch_job.check_folder(folder, plan)
+        rows, errors = read_rows(model, files, job.max_new_tokens)
+        parts = plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
+        batch_job.start_folder(folder, plan, parts, errors, overwrite)
+        return batch_job.run_job(model, job, rows, parts, folder, on_batch)
+    finally:
+        os.close(lock)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def records(folder: Path) -> dict[str | int, dict[str, Any]]:
+    """All lines of all parts by id; an id that is there twice fails."""
+    parts = [path.read_text(encoding="utf-8") for path in sorted(folder.glob("part-*"))]
+    lines = [json.loads(line) for part in parts for line in part.split("\n")[:-1]]
+    found = {line["id"]: line for line in lines}
+    assert len(found) == len(lines)
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, bytes]]:
+    """An input with a bad line, and what an uninterrupted run makes of it."""
+    folder = tmp_path_factory.mktemp("whole")
+    source = write_lines(folder / "in.jsonl", [*GOOD[:4], b"no JSON", *GOOD[4:]])
+    run_all(source, folder / "out")
+    return source, contents(folder / "out")
+
+
+# ---------------------------------------------------------------------- the plan
+
+
+def test_plan_holds_every_row_once_in_groups_of_like_length() -> None:
+    """Each row is in one batch, batches are full but the last of a group, and groups share a bucket."""
+    lengths = np.random.default_rng(0).integers(1, 200, size=100).tolist()
+    parts = plan_parts(lengths, 8, 3)
+    batches = [batch for part in parts for batch in part]
+    assert sorted(row for batch in batches for row in batch.rows) == list(range(100))
+    assert all(len(part) == 3 for part in parts[:-1])
+    of = lambda row: batch_job.bucket(lengths[row])
+    for bucket, group in itertools.groupby(batches, key=lambda batch: of(batch.rows[0])):
+        group = list(group)
+        assert all(of(row) == bucket for batch in group for row in batch.rows)
+        assert all(len(batch.rows) == 8 for batch in group[:-1])
+        rows = [row for batch in group for row in batch.rows]
+        assert rows == sorted(rows)
+        assert all(lengths[batch.filler] == max(lengths[row] for row in rows) for batch in group)
+    assert plan_parts(lengths, 8, 3) == parts
+
+
+def test_plan_of_nothing() -> None:
+    """An input without good lines has no parts."""
+    assert plan_parts([], 8, 4) == []
+    assert Batch((4,), 2).filled(3) == [4, 2, 2]
+
+
+@pytest.mark.parametrize("name", ["batch_size", "batches_per_part"])
+def test_sizes_below_one_are_refused(name: str) -> None:
+    """A size of 0 would plan forever or divide by nothing."""
+    with pytest.raises(ValueError, match=f"{name}=0: must be at least 1"):
+        Job(**{name: 0})
+
+
+# ---------------------------------------------------------------------- reading
+
+BAD = {
+    "invalid UTF-8": (b'{"id": "x", "prompt": "caf\xe9"}', r"byte 27 \(0xe9\) is not UTF-8"),
+    "not JSON": (b"{'id': 1}", "not JSON"),
+    "nested too deep": (b"[" * 100_000, "not JSON"),
+    "not an object": (b'["x"]', "a JSON list; give an object"),
+    "half a character": (rb'{"id": "x", "prompt": "\ud800"}', "without its partner"),
+    "no id": ({"prompt": "x"}, 'no "id"'),
+    "id of another type": ({"id": 1.5, "prompt": "x"}, "id 1.5 is neither"),
+    "duplicate id": ({"id": "first", "prompt": "x"}, "id 'first' belongs to an earlier line"),
+    "no prompt": ({"id": "x"}, "has no prompt; give one of prompt, messages, tokens"),
+    "two prompts": ({"id": "x", "prompt": "a", "tokens": [1]}, "has prompt and tokens; give one"),
+    "empty prompt": ({"id": "x", "prompt": ""}, "prompt is empty"),
+    "empty tokens": ({"id": "x", "tokens": []}, "tokens is empty"),
+    "empty chat": ({"id": "x", "messages": []}, "at least one"),
+    "prompt of another type": ({"id": "x", "prompt": 3}, "prompt is a int; it must be a text"),
+    "messages of another type": ({"id": "x", "messages": ["hi"]}, "must be objects"),
+    "tokens that are messages": ({"id": "x", "tokens": [{"role": "user", "content": "a"}]}, "into messages"),
+    "message without content": ({"id": "x", "messages": [{"role": "user"}]}, "messages"),
+    "id out of vocabulary": ({"id": "x", "tokens": [0, 256]}, "256 is not a token id"),
+    "negative id": ({"id": "x", "tokens": [-1]}, "-1 is not a token id"),
+    "word among ids": ({"id": "x", "tokens": [1, "a"]}, "'a' is not a token id"),
+    "too long": ({"id": "x", "prompt": "a" * (CONTEXT - BUDGET + 1)}, "91 tokens and max_new_tokens=6"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_line_is_reported_and_the_rest_is_read(case: str, tmp_path: Path) -> None:
+    """A bad line costs itself only, and its report has its number, its id where it is known, and why."""
+    line, reason = BAD[case]
+    first, last = {"id": "first", "prompt": "a"}, {"id": "last", "prompt": "a" * (CONTEXT - BUDGET)}
+    source = write_lines(tmp_path / "in", [first, line, last])
+    rows, errors = read_rows(MODEL, [("in", source)], BUDGET)
+    assert [(row.number, row.id) for row in rows] == [(0, "first"), (2, "last")]
+    assert len(errors) == 1 and errors[0]["line"] == 2 and "file" not in errors[0]
+    with pytest.raises(ValueError, match=reason):
+        raise ValueError(errors[0]["reason"])
+    known = isinstance(line, dict) and isinstance(line.get("id"), str)
+    assert errors[0].get("id") == (line["id"] if known else None)
+
+
+def test_chat_without_template_is_a_bad_line(tmp_path: Path) -> None:
+    """A base model's tokenizer cannot lay out a conversation; its texts still decode."""
+    model = dataclasses.replace(MODEL, tokenizer=byte_tokenizer())
+    chat = {"id": 1, "messages": [{"role": "user", "content": "hi"}]}
+    source = write_lines(tmp_path / "in", [chat, {"id": 2, "prompt": "hi"}])
+    rows, errors = read_rows(model, [("in", source)], BUDGET)
+    assert [row.id for row in rows] == [2]
+    assert errors[0]["id"] == 1 and "no chat template" in errors[0]["reason"]
+
+
+def test_lines_are_numbered_over_all_files(tmp_path: Path) -> None:
+    """Row ids go on from file to file; blank lines have a number and no report; errors name the file.
+
+    A byte order mark, Windows line ends and a missing last line end are no errors.
+    """
+    a, b = tmp_path / "a", tmp_path / "b"
+    a.write_bytes(b'\xef\xbb\xbf{"id": 1, "prompt": "x"}\r\n\r\n   \n{"id": "1", "prompt": "x"}')
+    b.write_bytes(b'nope\n{"id": 1, "prompt": "x"}\n{"id": 2, "prompt": "x"}')
+    rows, errors = read_rows(MODEL, [("a", a), ("b", b)], BUDGET)
+    assert [(row.number, row.id) for row in rows] == [(0, 1), (3, "1"), (6, 2)]
+    assert [(e["file"], e["line"], e.get("id")) for e in errors] == [("b", 1, None), ("b", 2, 1)]
+
+
+# ---------------------------------------------------------------------- decoding
+
+
+def test_parts_hold_what_decode_gives_each_row_alone(whole: tuple[Path, dict[str, bytes]]) -> None:
+    """Batch mates, the copies that fill a batch, and the order of decoding change no row."""
+    source, _ = whole
+    found = records(source.parent / "out")
+    assert len(found) == len(GOOD)
+    rows, _ = read_rows(MODEL, [("in", source)], BUDGET)
+    for row in rows:
+        out = dj.decode(
+            MODEL,
+            [row.prompt],
+            max_new_tokens=BUDGET,
+            sampling=JOB.sampling,
+            seed=JOB.seed,
+            row_ids=[row.number],
+        )
+        assert found[row.id] == {
+            "id": row.id,
+            "text": out.text[0] if out.text else None,
+            "tokens": out.tokens[0, : out.lengths[0]].tolist(),
+            "finish_reason": out.finish_reason[0],
+            "stats": {
+                "model_calls": int(out.lengths[0]),
+                "drafted": 0,
+                "accepted": 0,
+                "tokens": int(out.lengths[0]),
+            },
+        }
+
+
+def test_sizes_and_devices_change_only_where_rows_stand(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    """Other batches, other parts or two devices give every id the same line."""
+    source, _ = whole
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("data",), axis_types=auto, devices=jax.devices()[:2])
+    run_all(source, tmp_path / "other", dataclasses.replace(JOB, batch_size=5, batches_per_part=1))
+    run_all(source, tmp_path / "mesh", dataclasses.replace(JOB, mesh=mesh))
+    assert records(tmp_path / "other") == records(source.parent / "out")
+    assert contents(tmp_path / "mesh") == contents(source.parent / "out")
+
+
+def test_last_batch_compiles_nothing(tmp_path: Path) -> None:
+    """The last batch of a group is filled up with the group's longest row, so its shape is not a new one."""
+    lines = [{"id": n, "tokens": [9] * (60 if n == 0 else 2)} for n in range(7)]
+    source = write_lines(tmp_path / "in", lines)
+    counts: list[int] = []
+    job = dataclasses.replace(JOB, batch_size=4)
+    with dj.compile_clock() as clock:
+        run_all(source, tmp_path / "out", job, on_batch=lambda tally: counts.append(clock.programs))
+    assert len(counts) == 3 and counts[1] == counts[2]
+    assert len(records(tmp_path / "out")) == 7
+
+
+def test_lookup_and_beam_records(tmp_path: Path) -> None:
+    """Drafts are counted per row, and a search for several writes them best first."""
+    source = write_lines(tmp_path / "in", [{"id": 1, "tokens": [4, 4, 4, 4]}])
+    run_all(source, tmp_path / "lookup", Job(make_decoder("prompt_lookup", {"num_draft": 2}), BUDGET))
+    stats = records(tmp_path / "lookup")[1]["stats"]
+    assert 0 <= stats["accepted"] <= stats["drafted"] and stats["drafted"] > 0
+    run_all(source, tmp_path / "beam", Job(make_decoder("beam", {"num_beams": 3, "n_best": 2}), BUDGET))
+    found = records(tmp_path / "beam")[1]
+    assert len(found["candidates"]) == 2
+    assert found["candidates"][0]["tokens"] == found["tokens"]
+    assert found["candidates"][0]["score"] >= found["candidates"][1]["score"]
+
+
+def test_empty_input_and_no_budget(tmp_path: Path) -> None:
+    """No lines make no parts; a budget of 0 makes rows without tokens."""
+    run_all(write_lines(tmp_path / "none", []), tmp_path / "a")
+    assert set(contents(tmp_path / "a")) == {"plan.json"}
+    assert batch_job.measures(tmp_path / "a", Tally())["tokens_per_second"] is None
+    job = dataclasses.replace(JOB, max_new_tokens=0)
+    run_all(write_lines(tmp_path / "one", GOOD[:1]), tmp_path / "b", job)
+    assert records(tmp_path / "b")["short 0"]["tokens"] == []
+
+
+def test_job_that_does_not_fit_the_model_is_refused() -> None:
+    """Bad settings are found before a line is read, not in the middle of a long job."""
+    refused = [
+        (Job(max_new_tokens=CONTEXT), f"max_new_tokens={CONTEXT}: leaves no room"),
+        (Job(max_new_tokens=1, sampling=dj.Sampling(temperature=float("nan"))), "temperature=nan"),
+        (Job(max_new_tokens=1, stop=dj.Stop(token_ids=[999])), "stop.token_ids: 999"),
+        (Job(dj.Beam(num_beams=0), max_new_tokens=1), "num_beams=0"),
+    ]
+    for job, message in refused:
+        with pytest.raises(ValueError, match=message):
+            batch_job.check_job(MODEL, job)
+    batch_job.check_job(MODEL, JOB)
+
+
+# ---------------------------------------------------------------------- interruptions
+
+
+class Interrupted(BaseException):
+    """Stands for a signal."""
+
+
+@pytest.mark.parametrize("batches", [0, 1, 2, 3, 5])
+def test_stop_after_any_batch_and_go_on(batches: int, whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    """A job stopped at any batch has only whole parts, keeps them, and ends with the same bytes."""
+    source, expected = whole
+    calls = itertools.count()
+
+    def stop(tally: Tally) -> None:
+        if next(calls) == batches:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_all(source, tmp_path, on_batch=stop)
+    kept = contents(tmp_path)
+    assert kept.items() <= expected.items()
+    parts = {path: path.stat().st_ino for path in tmp_path.glob("part-*")}
+    assert len(parts) == max(batches - 1, 0) // JOB.batches_per_part
+    tally = run_all(source, tmp_path)
+    assert contents(tmp_path) == expected
+    assert {path: path.stat().st_ino for path in parts} == parts  # not written again
+    assert (tally.kept_parts, tally.kept_rows + tally.rows) == (len(parts), len(GOOD))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_whatever_a_kill_leaves(seed: int, whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    """Any set of finished files, with half-written ones beside them, leads to the same bytes."""
+    source, expected = whole
+    rng = np.random.default_rng(seed)
+    for name, data in expected.items():
+        if name == "plan.json" or rng.random() < 0.5:
+            (tmp_path / name).write_bytes(data)
+        if rng.random() < 0.7:
+            (tmp_path / f".{name}.tmp").write_bytes(data[: int(rng.integers(len(data)))])
+    run_all(source, tmp_path)
+    assert contents(tmp_path) == expected
+
+
+def test_kill_before_anything_is_complete(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    """A plan without parts holds nobody back: settings may be put right after a first failure."""
+    source, expected = whole
+    (tmp_path / "plan.json").write_text('{"seed": 99')
+    run_all(source, tmp_path)
+    assert contents(tmp_path) == expected
+
+
+def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk or a failed rename neither harms what is there nor leaves scratch files."""
+    path = tmp_path / "file"
+    batch_job.write_atomically(path, b"old")
+
+    def fail(*paths: Any) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        batch_job.write_atomically(path, b"new")
+    assert contents(tmp_path) == {"file": b"old"}
+
+
+# ---------------------------------------------------------------------- the folder
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"seed": 6},
+        {"max_new_tokens": 7},
+        {"batch_size": 4},
+        {"batches_per_part": 1},
+        {"decoder": dj.PromptLookup()},
+        {"sampling": dj.Sampling(temperature=0.5)},
+        {"stop": dj.Stop(strings=("x",))},
+    ],
+    ids=lambda change: next(iter(change)),
+)
+def test_folder_of_another_job_is_refused(change: dict[str, Any], whole: tuple[Path, dict[str, bytes]]) -> None:
+    """Every setting that changes the parts is part of the plan; the refusal names it and changes nothing."""
+    source, expected = whole
+    folder = source.parent / "out"
+    with pytest.raises(ValueError, match=rf"different: {next(iter(change))}\).*--overwrite"):
+        run_all(source, folder, dataclasses.replace(JOB, **change))
+    assert contents(folder) == expected
+
+
+def test_other_input_is_refused_or_replaces(tmp_path: Path) -> None:
+    """Other bytes are another job; overwrite discards its parts, its errors and its summary, and no more."""
+    old, new, out = tmp_path / "old", tmp_path / "new", tmp_path / "out"
+    write_lines(old, [*GOOD, b"bad"])
+    write_lines(new, GOOD[:2])
+    run_all(old, out)
+    (out / "summary.json").write_text("{}")
+    (out / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="different: input_sha256"):
+        run_all(new, out)
+    run_all(new, out, overwrite=True)
+    assert set(contents(out)) == {"plan.json", "part-00000-of-00001.jsonl", "notes.txt"}
+    assert list(records(out)) == ["short 0", "short 1"]
+    before = (out / "part-00000-of-00001.jsonl").stat().st_ino
+    assert run_all(new, out, overwrite=True).kept_parts == 1  # the same job: nothing is discarded
+    assert (out / "part-00000-of-00001.jsonl").stat().st_ino == before
+
+
+def test_moved_input_is_the_same_job(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    """The bytes of a single input count, not its name: standard input is kept and can be given as a file."""
+    source, expected = whole
+    out = tmp_path / "out"
+    out.mkdir()
+    for name, data in expected.items():
+        (out / name).write_bytes(data)
+    spooled = batch_job.spool(io.BytesIO(source.read_bytes()), out)
+    kept = batch_job.keep_spooled(spooled, out)
+    assert kept.name == "stdin.jsonl" and kept.read_bytes() == source.read_bytes()
+    assert run_all(kept, out).rows == 0
+
+
+def test_parts_without_plan_or_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    """Parts that nobody can vouch for are not taken for this job's."""
+    source, out = write_lines(tmp_path / "in", GOOD), tmp_path / "out"
+    run_all(source, out)
+    extra = out / "part-00009-of-00010.jsonl"
+    extra.write_text("")
+    with pytest.raises(ValueError, match="different: the model's tokenizer"):
+        run_all(source, out)
+    extra.unlink()
+    (out / "plan.json").unlink()
+    with pytest.raises(ValueError, match=r"no readable plan\.json"):
+        run_all(source, out)
+
+
+def test_folder_in_use_or_unwritable_is_refused(tmp_path: Path) -> None:
+    """Two processes in one folder would throw away each other's scratch files."""
+    lock = batch_job.open_folder(tmp_path / "new" / "folder")
+    with pytest.raises(ValueError, match="another process is writing there"):
+        batch_job.open_folder(tmp_path / "new" / "folder")
+    os.close(lock)
+    os.close(batch_job.open_folder(tmp_path / "new" / "folder"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="cannot be written"):
+        batch_job.open_folder(tmp_path / "file")
+
+
+def test_measures_of_a_resumed_run(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
+    """Counts are of all parts; times are of the rows that this run decoded, and it says how many."""
+    source, expected = whole
+    (tmp_path / "plan.json").write_bytes(expected["plan.json"])
+    first = next(name for name in sorted(expected) if name.startswith("part-00000"))
+    (tmp_path / first).write_bytes(expected[first])
+    tally = run_all(source, tmp_path)
+    measured = batch_job.measures(tmp_path, tally)
+    lines = records(tmp_path).values()
+    tokens = sum(len(line["tokens"]) for line in lines)
+    assert (measured["rows"], measured["new_tokens"]) == (len(GOOD), tokens)
+    assert measured["resumed_parts"] == 1 and measured["timed_rows"] == len(GOOD) - 6
+    resumed = sum(len(json.loads(line)["tokens"]) for line in expected[first].splitlines())
+    assert measured["timed_tokens"] == tokens - resumed
+    assert measured["tokens_per_model_call"] == 1.0
+    for name in ("tokens_per_second", "time_to_first_token_seconds", "time_per_token_seconds"):
+        assert measured[name] > 0
+
+
+# ---------------------------------------------------------------------- decoders by name, records
+
+
+def test_decoders_by_name() -> None:
+    """Names and settings from a config become decoders; what does not exist is named, with what does."""
+    assert make_decoder("autoregressive", {}) == dj.Autoregressive()
+    assert make_decoder("prompt_lookup", {"num_draft": 3}) == dj.PromptLookup(num_draft=3)
+    with pytest.raises(ValueError, match=r"decoder='greedy': must be one of autoregressive, beam, prompt"):
+        make_decoder("greedy", {})
+    with pytest.raises(ValueError, match=r"no settings called \['draft'\]; known: num_draft, max_ngram"):
+        make_decoder("prompt_lookup", {"draft": 3})
+
+
+def test_record_replaces_its_namesake(tmp_path: Path) -> None:
+    """A file of records has one of each name, in the order of the names."""
+    spec = importlib.util.spec_from_file_location("records", ROOT / "scripts" / "records.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    file = tmp_path / "folder" / "topic.json"
+    for name, value in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
+        module.record(file, name, value, "s", None, "lower", "command")
+    found = json.loads(file.read_text())
+    assert [(r["name"], r["value"]) for r in found] == [("a", 2.0), ("b", 3.0)]
+    fields = ["name", "value", "unit", "target", "better", "command", "date", "machine", "versions"]
+    assert list(found[0]) == fields
+    with pytest.raises(ValueError, match="must be 'higher' or 'lower'"):
+        module.record(file, "c", 1.0, "s", None, "more", "command")
+
+
+# ---------------------------------------------------------------------- the command
+
+
+def command(*flags: Any) -> list[str]:
+    script, config = ROOT / "scripts" / "decode.py", ROOT / "configs" / "decode_smollm2.py"
+    return [sys.executable, str(script), f"--config={config}", *map(str, flags)]
+
+
+def start(*flags: Any) -> subprocess.Popen[str]:
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    return subprocess.Popen(command(*flags), stderr=subprocess.PIPE, text=True, env=environment)
+
+
+def test_command_survives_kills(tmp_path: Path) -> None:
+    """SIGKILL, then SIGTERM, then a full run: exit codes -9, 0 and 1, and the bytes of an untouched run."""
+    config = dataclasses.replace(zoo.SMALL, vocab_size=256)
+    dj.save(init_transformer(config, tokenizer=byte_tokenizer()), tmp_path / "model")
+    lines = [{"id": n, "prompt": "ab" * (n % 7 + 1)} for n in range(120)]
+    source = write_lines(tmp_path / "in.jsonl", [*lines, b"\xff"])
+    flags = (
+        f"--input={source}",
+        f"--config.model={tmp_path / 'model'}",
+        f"--config.compilation_cache={tmp_path / 'cache'}",
+        "--config.max_new_tokens=48",
+        "--config.sampling.temperature=0.8",
+        "--config.batch_size=1",
+        "--config.batches_per_part=2",
+    )
+
+    untouched, stopped = tmp_path / "untouched", tmp_path / "stopped"
+    process = start(f"--output={untouched}", *flags)
+    text = process.communicate(timeout=300)[1]
+    assert process.returncode == 1, text
+    assert text.splitlines()[-1].startswith("decode: 1 of 121 lines were not decoded"), text
+    for parts, number, code in ((2, signal.SIGKILL, -9), (5, signal.SIGTERM, 0)):
+        process = start(f"--output={stopped}", *flags)
+        while len(list(stopped.glob("part-*"))) < parts:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(number)
+        text = process.communicate(timeout=300)[1]
+        assert process.returncode == code, text
+        assert (number == signal.SIGKILL) or "run the same command again" in text
+    process = start(f"--output={stopped}", *flags)
+    assert process.communicate(timeout=300) and process.returncode == 1
+    one, other = contents(untouched), contents(stopped)
+    assert json.loads(other.pop("summary.json"))["resumed_parts"] >= 5
+    assert json.loads(one.pop("summary.json"))["resumed_parts"] == 0
+    assert one == other and len(one) == 62
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "message"),
+    [
+        (["--help"], 0, "The output folder gets"),
+        (["--input=in", "--output=o", "--config.nope=1"], 2, "'nope'"),
+        (["--input=/none.jsonl", "--output=o"], 2, "input='/none.jsonl' cannot be read"),
+    ],
+    ids=["help", "setting", "input"],
+)
+def test_command_line_errors(flags: list[str], code: int, message: str, tmp_path: Path) -> None:
+    """Bad usage is one line on standard error and exit code 2; --help is no error."""
+    done = subprocess.run(command(*flags), capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == code
+    assert message in (done.stderr if code else done.stdout)
+    assert len(done.stderr.splitlines()) == (1 if code else 0)
