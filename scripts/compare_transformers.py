@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,7 +28,7 @@ from records import record
 import decoding_jax as dj
 from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
 
-WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "speed"], "What to compare.")
+WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "families", "speed"], "What to compare.")
 RECORDS = flags.DEFINE_string("records", "benchmarks/foundation.json", "Where the results go.")
 NEW_TOKENS = 64
 LOOKUP = {"num_draft": 10, "max_ngram": 2}  # transformers' own defaults
@@ -84,6 +85,69 @@ def compare_logits(model: dj.Model, theirs: Any) -> None:
     record(RECORDS.value, "logits_vs_transformers", largest, "absolute difference", 2e-3, "lower", COMMAND)
     record(RECORDS.value, "greedy_differences", real, "prompts of 20", 0, "lower", COMMAND)
     record(RECORDS.value, "greedy_near_ties", near_ties, "prompts of 20", None, "lower", COMMAND)
+
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "llama 3 rope": {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    "llama linear rope": {"rope_parameters": LINEAR_ROPE},
+    "mistral": {"sliding_window": 8},
+    "qwen2": {"tie_word_embeddings": True},
+    "qwen3": {},
+}
+
+
+def compare_families() -> None:
+    """Every covered family, small and random: written by transformers, read here, logits compared."""
+    import jax.numpy as jnp
+    import tokenizers
+    import torch
+    import transformers
+
+    worst = 0.0
+    ids = np.random.default_rng(0).integers(0, SMALL["vocab_size"], (2, 60))
+    for name, special in FAMILIES.items():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.for_model(name.split()[0], **{**SMALL, **special})
+        theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():  # biases and norms start as zeros and ones, which would hide mistakes
+            for parameter in theirs.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        with tempfile.TemporaryDirectory() as folder:
+            theirs.save_pretrained(folder)
+            backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "b": 1}, unk_token="a"))
+            backend.save(f"{folder}/tokenizer.json")
+            model = dj.load(folder)
+            dj.save_huggingface(model, f"{folder}/again")
+            again = dj.load(f"{folder}/again")
+        with torch.inference_mode():
+            reference = theirs(torch.tensor(ids)).logits.numpy()
+        positions = jnp.broadcast_to(jnp.arange(60), ids.shape)
+        inputs = dj.Inputs(jnp.asarray(ids), positions, jnp.tril(jnp.ones((2, 60, 60), bool)))
+        for loaded in (model, again):
+            ours = loaded.readout(loaded.params, loaded.apply(loaded.params, inputs, None).hidden)
+            worst = max(worst, float(np.abs(np.asarray(ours) - reference).max()))
+        print(f"{name}: largest difference of logits so far {worst:.2e}, logits up to {np.abs(reference).max():.1f}")
+    record(RECORDS.value, "families_vs_transformers", worst, "absolute difference of logits", 1e-4, "lower", COMMAND)
 
 
 def time_pair(name: str, target: float, ours: Callable[[str], int], theirs: Callable[[str], int]) -> None:
@@ -153,6 +217,10 @@ def main(argv: list[str]) -> None:
     """Runs what was asked for."""
     if len(argv) > 1:
         raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    if WHAT.value in ("all", "families"):
+        compare_families()
+    if WHAT.value == "families":
+        return
     model, theirs = load_both()
     if WHAT.value in ("all", "logits"):
         compare_logits(model, theirs)

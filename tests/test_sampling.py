@@ -159,12 +159,12 @@ def test_a_processor_that_is_off_changes_no_bit(name: str) -> None:
     """A row without penalties keeps its logits bit for bit beside rows that have them; -inf stays -inf."""
     (setting,) = PENALTIES[name]
     off = {"repetition_penalty": 1.0}.get(setting, 0)
-    value = PENALTIES[name][setting][3]
-    settings = both(BATCH, (3, 5), {setting: [value] + [off] * (BATCH - 1)})
+    value = PENALTIES[name][setting][5]
+    settings = both(BATCH, (3, 5), {setting: [off] * (BATCH - 1) + [value]})
     places = [jnp.asarray(a, jnp.int32) for a in (HISTORY, np.ones(BATCH), LENGTH)]
     got = processed(*settings, jnp.asarray(HOLES), *places, jnp.zeros(V, bool).at[3].set(True))
-    assert (np.asarray(got)[1:].view(np.int32) == HOLES[1:].view(np.int32)).all()
-    assert not np.isnan(got).any() and (np.asarray(got)[0] != HOLES[0]).any()
+    assert (np.asarray(got)[:-1].view(np.int32) == HOLES[:-1].view(np.int32)).all()
+    assert not np.isnan(got).any() and (np.asarray(got)[-1] != HOLES[-1]).any()
 
 
 def test_noise_depends_on_seed_row_and_position_alone() -> None:

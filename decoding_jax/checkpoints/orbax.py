@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import tempfile
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,8 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """
     if folder.exists():
         raise ValueError(f"{folder} exists already; choose another folder or remove it first")
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
+    scratch.mkdir(parents=True)
     try:
         fill(scratch)
         os.replace(scratch, folder)

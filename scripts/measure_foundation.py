@@ -1,0 +1,261 @@
+"""Measures what the foundation promises of SmolLM2 on this machine; results go to benchmarks/foundation.json.
+
+    python scripts/measure_foundation.py --what=steps
+    python scripts/measure_foundation.py --what=compile
+    python scripts/measure_foundation.py --what=program
+    python scripts/measure_foundation.py --what=lookup --questions=questions.jsonl   # Spec-Bench's questions
+
+Time it with nothing else running. `lookup` takes about 8 minutes on 2 cores, the others one or two.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags, logging
+from records import record
+
+import decoding_jax as dj
+from decoding_jax.checkpoints.cache_files import cache_dir
+from decoding_jax.loop import ALL_STEPS, run, start
+from decoding_jax.masks import chain_mask
+from decoding_jax.prepare import prepare
+from decoding_jax.registry import DECODERS, make_decoder
+from decoding_jax.sampling import Sampling
+from decoding_jax.stops import Stop
+
+WHAT = flags.DEFINE_enum("what", None, ["steps", "compile", "program", "lookup"], "What to measure.", required=True)
+QUESTIONS = flags.DEFINE_string("questions", None, "Spec-Bench's questions as JSON lines (category, turns).")
+COUNT = flags.DEFINE_integer("count", 20, "How many summarization prompts.", lower_bound=1)
+RECORDS = flags.DEFINE_string("records", "benchmarks/foundation.json", "Where the results go.")
+COLD_DECODER = flags.DEFINE_string("cold_decoder", None, "Used by --what=compile for its child processes.")
+
+MODEL = "smollm2-135m-instruct"
+NEW_TOKENS = 128
+NUM_DRAFT = 8
+
+
+def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:
+    """Prints and records one result."""
+    print(f"{name}: {value:.4g} {unit}" + (f" (target {target:g})" if target is not None else ""), flush=True)
+    command = f"python scripts/measure_foundation.py --what={WHAT.value}"
+    record(RECORDS.value, name, value, unit, target, better, command + (" --questions=..." if QUESTIONS.value else ""))
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Wall-clock time of a call and of everything it started on the device."""
+    began = time.perf_counter()
+    jax.block_until_ready(call())
+    return time.perf_counter() - began
+
+
+@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
+def model_steps(spec: Any, params: Any, cache: Any, steps: jax.Array, width: int) -> Any:
+    """Bare calls of the model on `width` positions, each fed by the one before: what no method can avoid."""
+    capacity = jax.tree.leaves(cache.slots)[0].shape[1]
+
+    def body(carry: Any) -> Any:
+        index, token, cache = carry
+        positions = index + jnp.arange(width)[None]
+        inputs = dj.Inputs(
+            jnp.broadcast_to(token, (1, width)), positions, chain_mask(positions, capacity), slots=positions
+        )
+        out = spec.apply(params, inputs, cache)
+        logits = spec.readout(params, out.hidden)
+        return index + 1, jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), out.cache
+
+    init = (jnp.int32(0), jnp.zeros((1, 1), jnp.int32), cache)
+    return jax.lax.while_loop(lambda carry: carry[0] < steps, body, init)[2]
+
+
+class Stepper:
+    """Times bare model calls in caches of a given capacity."""
+
+    def __init__(self, model: dj.Model, capacity: int):
+        self.model, self.capacity = model, capacity
+
+    def step_seconds(self, width: int, steps: int = 20) -> float:
+        """Mean seconds of a call on `width` positions; compiled beforehand."""
+        spec, params = self.model.spec, self.model.params
+        cache = model_steps(spec, params, self.model.init_cache(1, self.capacity), jnp.int32(1), width)
+        return seconds(lambda: model_steps(spec, params, cache, jnp.int32(steps), width)) / steps
+
+
+def decode_rounds(model: dj.Model, ids: list[int], decoder: dj.Decoder) -> tuple[list[int], int, float]:
+    """The new tokens, the model calls and the seconds of a greedy decode without its prefill."""
+    call = prepare(model, ids, NEW_TOKENS, Sampling(), Stop(), 0, None, None)
+    state = jax.block_until_ready(start(decoder, call.ctx))
+    began = time.perf_counter()
+    state = jax.block_until_ready(run(decoder, call.ctx, state, jnp.int32(ALL_STEPS)))
+    took = time.perf_counter() - began
+    out = decoder.finalize(call.ctx, state)
+    return out.tokens[0, : out.lengths[0]].tolist(), int(out.stats.model_calls[0]), took
+
+
+def copy_bandwidth() -> float:
+    """Bytes read and written per second by a copy of half a gigabyte, the best of several."""
+    source = np.ones(2**27, np.float32)
+    target = np.empty_like(source)
+    return max(2 * source.nbytes / seconds(lambda: np.copyto(target, source)) for _ in range(8))
+
+
+def measure_steps() -> None:
+    """Step time over the time that reading the params takes, and the decoder's own share."""
+    model = dj.load(MODEL)
+    ids = model.tokenizer.encode("The capital of France is")
+    stepper = Stepper(model, 256)
+    decode_rounds(model, ids, dj.Autoregressive())
+    plain, ours, copies = [], [], []
+    for _ in range(7):
+        copies.append(copy_bandwidth())
+        plain.append(stepper.step_seconds(1))
+        _, calls, took = decode_rounds(model, ids, dj.Autoregressive())
+        ours.append(took / calls)
+    size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
+    bound = size / max(copies)
+    save("step_over_bandwidth_bound", statistics.median(ours) / bound, "ratio", None)
+    save("autoregressive_overhead", statistics.median(o / p for o, p in zip(ours, plain, strict=True)), "ratio", None)
+    save("step_milliseconds", statistics.median(ours) * 1e3, "ms")
+    save("copy_bandwidth", max(copies) / 1e9, "GB/s", None, "higher")
+
+
+def loops(tokens: list[int], tail: int = 32, longest: int = 16) -> bool:
+    """Whether an output ends in a loop: its last 32 tokens repeat with a period of at most 16."""
+    end = tokens[-tail:]
+    return len(end) == tail and any(end[p:] == end[:-p] for p in range(1, longest + 1))
+
+
+def measure_lookup() -> None:
+    """Tokens per call and efficiency of PromptLookup on Spec-Bench's summarization prompts."""
+    if QUESTIONS.value is None:
+        raise ValueError("--what=lookup needs --questions=FILE")
+    lines = [json.loads(line) for line in Path(QUESTIONS.value).read_text(encoding="utf-8").splitlines()]
+    texts = [line["turns"][0] for line in lines if line["category"] == "summarization"][: COUNT.value]
+    model = dj.load(MODEL)
+    lookup = dj.PromptLookup(num_draft=NUM_DRAFT)
+    tokens = calls = looping = different = 0
+    speedups, efficiencies = [], []
+    for text in texts:
+        prompt = model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
+        ids = model.tokenizer.encode(prompt, add_special_tokens=False)
+        capacity = prepare(model, ids, NEW_TOKENS, Sampling(), Stop(), 0, None, None).ctx.prompts.shape[1]
+        stepper = Stepper(model, capacity)
+        for decoder in (dj.Autoregressive(), lookup):  # compiles what this length needs
+            decode_rounds(model, ids, decoder)
+        plain, _, plain_seconds = decode_rounds(model, ids, dj.Autoregressive())
+        copied, round_calls, round_seconds = decode_rounds(model, ids, lookup)
+        one, wide = stepper.step_seconds(1), stepper.step_seconds(NUM_DRAFT + 1)
+        per_call = len(copied) / round_calls
+        speedup = (plain_seconds / len(plain)) / (round_seconds / len(copied))
+        speedups.append(speedup)
+        efficiencies.append(speedup / (per_call * one / wide))
+        tokens, calls = tokens + len(copied), calls + round_calls
+        looping, different = looping + loops(copied), different + (copied != plain)
+        print(
+            f"{len(ids)} prompt tokens: {per_call:.2f} tokens per call, speed-up {speedup:.2f}, "
+            f"step {one * 1e3:.0f} ms at 1, {wide * 1e3:.0f} at {NUM_DRAFT + 1}, efficiency {efficiencies[-1]:.2f}",
+            flush=True,
+        )
+    save("prompt_lookup_tokens_per_call", tokens / calls, "tokens per model call", None, "higher")
+    save("prompt_lookup_efficiency", statistics.median(efficiencies), "ratio", 0.85, "higher")
+    save("prompt_lookup_speedup", statistics.median(speedups), "ratio to Autoregressive", None, "higher")
+    save("prompt_lookup_looping_outputs", looping / len(texts), "share of outputs", None)
+    save("prompt_lookup_different_outputs", different, f"prompts of {len(texts)}", None)
+
+
+def measure_compile() -> None:
+    """Tracing and compiling of each decoder in fresh processes: an empty persistent cache, then a full one."""
+    for name in DECODERS:
+        with tempfile.TemporaryDirectory() as cache:
+            command = [sys.executable, __file__, "--what=compile", f"--cold_decoder={name}={cache}"]
+            runs = [subprocess.run(command, capture_output=True, text=True, check=True) for _ in range(2)]
+        cold, warm = (float(r.stdout.split()[-1]) for r in runs)
+        save(f"compile_seconds_cold_{name}", cold, "s", 40)
+        save(f"compile_seconds_cached_{name}", warm, "s", 5)
+
+
+def compile_once(name: str, cache: str) -> None:
+    """The child of `measure_compile`: prints the seconds."""
+    dj.enable_compilation_cache(cache)
+    model = dj.load(MODEL)
+    out = dj.decode(model, "The capital of France is", make_decoder(name, {}), max_new_tokens=32)
+    print(out.stats.compile_seconds)
+
+
+def primitives(jaxpr: Any) -> set[str]:
+    """Names of all primitives of a jaxpr and of those inside it."""
+    names = set()
+    for equation in jaxpr.eqns:
+        names.add(equation.primitive.name)
+        for inner in jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns") or hasattr(x, "jaxpr")):
+            inner = getattr(inner, "jaxpr", inner)
+            names |= primitives(inner) if hasattr(inner, "eqns") else set()
+    return names
+
+
+def measure_program() -> None:
+    """Every decoder of SmolLM2 is one program without host traffic, and lowers for cpu, cuda and tpu."""
+    model = dj.load(MODEL)
+    call = prepare(model, "The capital of France is", 32, Sampling(temperature=0.7), Stop(), 0, None, None)
+    bad = 0
+    for name in DECODERS:
+        decoder = make_decoder(name, {})
+        state = jax.eval_shape(start, decoder, call.ctx)
+        arguments = (decoder, call.ctx, state, jax.ShapeDtypeStruct((), jnp.int32))
+        names = primitives(jax.make_jaxpr(run)(*arguments).jaxpr)
+        compiled = run.lower(*arguments).compile().as_text()
+        traffic = [word for word in ("infeed", "outfeed", "send(", "recv(", "callback") if word in (compiled or "")]
+        exported = export_platforms(decoder, call.ctx, state)
+        fine = "while" in names and not any("callback" in n for n in names) and not traffic
+        fine &= exported == ("cpu", "cuda", "tpu")
+        print(f"{name}: while={'while' in names}, host traffic={traffic}, exported for {exported}", flush=True)
+        bad += not fine
+    save("decoders_that_are_not_one_program", bad, f"decoders of {len(DECODERS)}", 0)
+
+
+def export_platforms(decoder: dj.Decoder, ctx: Any, state: Any) -> tuple[str, ...]:
+    """The platforms that `jax.export` lowers a decode for; arguments go flat, since exports know no classes."""
+    leaves, tree = jax.tree.flatten((decoder, ctx, state))
+
+    def flat(*leaves: jax.Array) -> list[jax.Array]:
+        decoder, ctx, state = jax.tree.unflatten(tree, leaves)
+        return jax.tree.leaves(run(decoder, ctx, state, jnp.int32(ALL_STEPS)))
+
+    shapes = [jax.ShapeDtypeStruct(jnp.shape(leaf), jnp.result_type(leaf)) for leaf in leaves]
+    exported = jax.export.export(jax.jit(flat), platforms=("cpu", "cuda", "tpu"))(*shapes)
+    return tuple(exported.platforms)
+
+
+def main(argv: Sequence[str]) -> None:
+    """Measures what was asked for."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    logging.set_verbosity(logging.WARNING)
+    if COLD_DECODER.value:
+        return compile_once(*COLD_DECODER.value.split("=", 1))
+    if WHAT.value != "compile":
+        dj.enable_compilation_cache(cache_dir() / "compiled")
+    measure = {
+        "steps": measure_steps,
+        "compile": measure_compile,
+        "program": measure_program,
+        "lookup": measure_lookup,
+    }
+    return measure[WHAT.value]()
+
+
+if __name__ == "__main__":
+    app.run(main)

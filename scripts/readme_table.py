@@ -1,0 +1,50 @@
+"""Writes the README's table of measured figures from the records in benchmarks.
+
+python scripts/readme_table.py           # rewrites README.md
+python scripts/readme_table.py --check   # exits with 1 if that would change it
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import app, flags
+
+CHECK = flags.DEFINE_bool("check", False, "Change nothing; exit with 1 if the README is out of date.")
+
+ROOT = Path(__file__).resolve().parent.parent
+TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def table(file: Path) -> str:
+    """The records of a file as a Markdown table."""
+    if not file.exists():
+        return ""
+    lines = ["| figure | value | unit | target |", "|---|---|---|---|"]
+    for record in json.loads(file.read_text(encoding="utf-8")):
+        sign = {"higher": "at least", "lower": "at most"}[record["better"]]
+        target = "" if record["target"] is None else f"{sign} {record['target']:g}"
+        lines.append(f"| {record['name'].replace('_', ' ')} | {record['value']:.3g} | {record['unit']} | {target} |")
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: Sequence[str]) -> None:
+    """Rewrites or checks."""
+    if len(argv) > 1:
+        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
+    readme = ROOT / "README.md"
+    old = readme.read_text(encoding="utf-8")
+    new = TABLE.sub(lambda match: match[1] + table(ROOT / match[2]) + match[3], old)
+    if CHECK.value and new != old:
+        print("README.md is out of date; run python scripts/readme_table.py", file=sys.stderr)
+        sys.exit(1)
+    if new != old:
+        readme.write_text(new, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    app.run(main)
