@@ -63,7 +63,7 @@ def decode(
     began = time.perf_counter()
     with compile_clock() as clock:
         call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
-        _check(decoder, call)
+        _check(decoder, call, "trace=True" if trace else "")
         state = start(decoder, call.ctx)
         steps: list[TraceStep] = []
         first: float | None = None
@@ -88,18 +88,19 @@ def decode(
     return _with_text(model, call, output)
 
 
-def _check(decoder: Decoder, call: Call) -> None:
-    """Lets a decoder refuse a call before anything is compiled."""
+def _check(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
+    """Lets a decoder refuse a call before anything is compiled; so does what needs a committed prefix."""
+    if needs_prefix and not hasattr(decoder, "propose"):
+        name = type(decoder).__name__
+        raise ValueError(f"{needs_prefix}: {name} may revise its output until the end; use decode without it")
     if check := getattr(decoder, "check", None):
         check(call.ctx)
 
 
 def _trace_steps(model: Model, call: Call, state: Any) -> list[TraceStep]:
     """The step that `state` ends with, one entry per row that it moved."""
-    record = getattr(state, "record", None)
-    if record is None:
-        raise ValueError("trace=True: this decoder keeps no committed prefix to trace; use trace=False")
-    record, tokens, length, calls = jax.device_get((record, state.rows.tokens, state.rows.length, state.model_calls))
+    rows = state.rows
+    record, tokens, length, calls = jax.device_get((state.record, rows.tokens, rows.length, state.model_calls))
     steps = []
     for row in range(call.batch):
         if count := int(record.count[row]):
@@ -203,9 +204,7 @@ def stream(
       ValueError: as `decode`; also for a decoder that may revise its output until the end.
     """
     call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
-    _check(decoder, call)
-    if not hasattr(decoder, "propose"):
-        raise ValueError(f"{type(decoder).__name__} may revise its output until the end; use decode")
+    _check(decoder, call, "stream")
     return _stream(model, call, decoder)
 
 

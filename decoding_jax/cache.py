@@ -44,12 +44,21 @@ def compact_path(cache: Cache, root: Array, path: Array) -> Cache:
 
     def move(leaf: Array) -> Array:
         size, depth = leaf.shape[1], path.shape[1]
-        targets = jnp.where(path < size, root[:, None] + 1 + jnp.arange(depth), size)
+        targets = jnp.where(path < size, root[:, None] + 1 + jnp.arange(depth)[None], size)
         return write_slots(leaf, targets, read_slots(leaf, path))
 
     return dataclasses.replace(cache, slots=jax.tree.map(move, cache.slots))
 
 
-def reorder_rows(tree: PyTree, rows: Array) -> PyTree:
-    """Row i becomes the old row rows[i] in every leaf [B, ...] of `tree`; rows i32[B]."""
-    return jax.tree.map(lambda leaf: jnp.take(leaf, rows, axis=0, mode="clip"), tree)
+def reorder_candidates(tree: PyTree, parents: Array) -> PyTree:
+    """Candidate j of row b becomes its old candidate parents[b, j], in every leaf [B * W, ...]; parents i32[B, W].
+
+    Written within each row, so that rows on a mesh stay on their devices.
+    """
+    batch, count = parents.shape
+
+    def move(leaf: Array) -> Array:
+        grouped = leaf.reshape(batch, count, *leaf.shape[1:])
+        return jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(grouped, parents).reshape(leaf.shape)
+
+    return jax.tree.map(move, tree)

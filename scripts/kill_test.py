@@ -19,7 +19,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
+from command import run
 from records import record
 
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
@@ -107,8 +108,7 @@ def run_with_kills(source: Path, output: Path, moments: Sequence[float]) -> int:
     return landed
 
 
-def main(argv: Sequence[str]) -> int:
-    del argv
+def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         source, whole, killed = folder / "input.jsonl", folder / "whole", folder / "killed"
@@ -137,4 +137,4 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,8 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags, logging
+from absl import flags
+from command import run as run_command
 from records import record
 
 import decoding_jax as dj
@@ -239,11 +240,8 @@ def export_platforms(decoder: dj.Decoder, ctx: Any, state: Any) -> tuple[str, ..
     return tuple(exported.platforms)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Measures what was asked for."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
-    logging.set_verbosity(logging.WARNING)
     if COLD_DECODER.value:
         return compile_once(*COLD_DECODER.value.split("=", 1))
     if WHAT.value != "compile":
@@ -258,4 +256,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run_command(main)

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from absl import app, flags
+from absl import flags
+from command import run
 from prompts import COPYING_PROMPTS
 
 import decoding_jax as dj
@@ -33,10 +34,8 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> None:
     """Decodes, compares, prints."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     dj.enable_compilation_cache(cache_dir() / "compiled")
     print(f"loading {MODEL.value} (its weights are converted once)", flush=True)
     model = dj.load(MODEL.value)
@@ -61,7 +60,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    try:
-        app.run(main)
-    except ValueError as error:
-        raise SystemExit(f"quickstart: {error}") from None
+    run(main)

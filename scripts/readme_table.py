@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 
-from absl import app, flags
+from absl import flags
+from command import FAILED, run, say
 
 CHECK = flags.DEFINE_bool("check", False, "Change nothing; exit with 1 if the README is out of date.")
 
@@ -32,19 +31,18 @@ def table(file: Path) -> str:
     return "\n".join(lines) + "\n"
 
 
-def main(argv: Sequence[str]) -> None:
+def main() -> int:
     """Rewrites or checks."""
-    if len(argv) > 1:
-        raise app.UsageError(f"unexpected arguments: {argv[1:]}")
     readme = ROOT / "README.md"
     old = readme.read_text(encoding="utf-8")
     new = TABLE.sub(lambda match: match[1] + table(ROOT / match[2]) + match[3], old)
     if CHECK.value and new != old:
-        print("README.md is out of date; run python scripts/readme_table.py", file=sys.stderr)
-        sys.exit(1)
+        say("README.md is out of date; run python scripts/readme_table.py")
+        return FAILED
     if new != old:
         readme.write_text(new, encoding="utf-8")
+    return 0
 
 
 if __name__ == "__main__":
-    app.run(main)
+    run(main)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from decoding_jax.cache import compact_path, read_slots, reorder_rows, write_slots
+from decoding_jax.cache import compact_path, read_slots, reorder_candidates, write_slots
 from decoding_jax.masks import ancestors, chain_mask, tree_mask
 from decoding_jax.types import Cache
 
@@ -69,10 +69,10 @@ def test_paths_are_compacted_as_in_python(seed: int) -> None:
 
 def test_rows_are_reordered_everywhere() -> None:
     """Beams move with everything they have: per-slot and per-row leaves of any depth."""
-    cache = Cache(slots={"k": jnp.arange(12).reshape(3, 2, 2)}, rows=(jnp.asarray([7, 8, 9]),))
-    out = reorder_rows(cache, jnp.asarray([2, 0, 2]))
-    assert out.rows[0].tolist() == [9, 7, 9]
-    assert out.slots["k"][:, 0, 0].tolist() == [8, 0, 8]
+    cache = Cache(slots={"k": jnp.arange(16).reshape(4, 2, 2)}, rows=(jnp.asarray([6, 7, 8, 9]),))
+    out = reorder_candidates(cache, jnp.asarray([[1, 1], [1, 0]]))
+    assert out.rows[0].tolist() == [7, 7, 9, 8]
+    assert out.slots["k"][:, 0, 0].tolist() == [4, 4, 12, 8]
 
 
 def test_a_chain_sees_itself_and_what_comes_before() -> None:

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from decoding_jax.cache import reorder_rows
+from decoding_jax.cache import reorder_candidates
 from decoding_jax.masks import chain_mask
 from decoding_jax.rows import Context, prefill, start_rows
 from decoding_jax.sampling import process_logits
@@ -138,7 +138,7 @@ class Beam:
                 total=jnp.full((batch, beams), -jnp.inf, jnp.float32),
                 reason=jnp.full((batch, beams), LENGTH, jnp.int32),
             ),
-            cache=reorder_rows(prefill(ctx, size), jnp.repeat(jnp.arange(batch), beams)),
+            cache=jax.tree.map(lambda leaf: jnp.repeat(leaf, beams, axis=0), prefill(ctx, size)),
             done=rows.done,
             model_calls=jnp.zeros((batch,), jnp.int32),
         )
@@ -221,12 +221,10 @@ class Beam:
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(state.done.reshape(batch, *[1] * (new.ndim - 1)), old, new)
 
-        first = jnp.arange(batch, dtype=jnp.int32)[:, None] * beams
-        moved = first + jnp.take_along_axis(parent, order, axis=1)
         return BeamState(
             live=jax.tree.map(keep, live, state.live),
             finished=jax.tree.map(keep, finished, state.finished),
-            cache=reorder_rows(cache, moved.reshape(-1)),
+            cache=reorder_candidates(cache, jnp.take_along_axis(parent, order, axis=1)),
             done=state.done | done,
             model_calls=state.model_calls + (~state.done).astype(jnp.int32),
         )
