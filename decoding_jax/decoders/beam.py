@@ -102,8 +102,6 @@ class Beam:
     n_best: int = struct.field(pytree_node=False, default=1)
     length_penalty: float | Array = 1.0
 
-    lossless = False
-
     def check(self, ctx: Context) -> None:
         """Refuses settings that have no meaning for a search; ValueError says which."""
         if self.num_beams < 1 or not 1 <= self.n_best <= self.num_beams:

@@ -97,8 +97,6 @@ class Prefix:
     `begin` and `observe`.
     """
 
-    lossless = True
-
     @property
     def num_nodes(self) -> int:
         """W, the most proposals of a round."""

@@ -1,0 +1,97 @@
+"""The commands: help texts, exit codes, one clear line instead of a traceback, Ctrl-C in a chat."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tokenizers
+
+import decoding_jax as dj
+from decoding_jax.checkpoints.tokenizer import Tokenizer
+from decoding_jax.models.functional import init_transformer
+from decoding_jax.models.transformer import TransformerConfig
+
+ROOT = Path(__file__).resolve().parent.parent
+COMMANDS = ["chat", "convert_checkpoint", "decode", "kill_test", "measure_foundation", "quickstart", "readme_table"]
+
+
+def command(name: str, *arguments: str) -> list[str]:
+    """The command line of a script."""
+    return [sys.executable, f"scripts/{name}.py", *arguments]
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """A script that has ended."""
+    return subprocess.run(command(name, *arguments), capture_output=True, text=True, cwd=ROOT, timeout=300)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random chat model of 32 words that never ends a reply by itself."""
+    folder = tmp_path_factory.mktemp("models")
+    words = {f"w{i}": i for i in range(32)}
+    tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
+    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    config = TransformerConfig(32, 1, 16, 16, 2, 2, 8, max_length=100_000)
+    dj.save(init_transformer(config, tokenizer=Tokenizer.from_folder(folder)), folder / "tiny")
+    return folder / "tiny"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_reads_well(name: str) -> None:
+    """--help shows what the command is for and how it is called, and succeeds."""
+    done = run(name, "--help")
+    assert done.returncode == 0 and f"python scripts/{name}.py" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "name, arguments, message",
+    [
+        ("chat", ["--no_such_flag"], "no_such_flag"),
+        ("chat", ["--model=nowhere"], "model='nowhere': no such folder or file"),
+        ("chat", ["--decoder=beam"], "decoder"),
+        ("quickstart", ["--max_new_tokens=0"], "max_new_tokens"),
+        ("quickstart", ["--model=nowhere"], "model='nowhere': no such folder or file"),
+        ("convert_checkpoint", ["--output=x"], "input"),
+        ("convert_checkpoint", ["--input=nowhere", "--output=scripts"], "exists already"),
+        ("readme_table", ["surplus"], "'surplus' is no flag"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(name: str, arguments: list[str], message: str) -> None:
+    """A wrong flag or value is named on one line of standard error; there is no traceback."""
+    done = run(name, *arguments)
+    assert done.returncode == 2
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith(f"{name}: ") and message in last
+    assert "Traceback" not in done.stderr
+
+
+def test_ctrl_c_stops_a_reply_and_not_the_chat(tiny: Path) -> None:
+    """An interrupt ends the reply that is being written; the next line is answered, and the end is clean."""
+    chat = subprocess.Popen(
+        command("chat", f"--model={tiny}", "--max_new_tokens=20000"),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+    )
+    assert chat.stdin is not None and chat.stdout is not None
+    with chat.stdin, chat.stdout:
+        for _ in range(2):
+            chat.stdin.write("w1 w2\n")
+            chat.stdin.flush()
+            assert chat.stdout.read(12)  # the reply has begun
+            chat.send_signal(signal.SIGINT)
+            line = chat.stdout.readline()
+            while "[stopped]" not in line:
+                assert line, "the chat ended"
+                line = chat.stdout.readline()
+            assert "tokens/s" in chat.stdout.readline()
+        chat.stdin.close()
+        assert chat.wait(timeout=60) == 0
