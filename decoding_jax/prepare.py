@@ -62,6 +62,8 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
     """A text, chat messages or ids as checked token ids; errors call the prompt `name`."""
     if isinstance(prompt, np.ndarray):
         prompt = prompt.tolist()
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray):
+        raise ValueError(f"{name}={prompt!r}: give a text, chat messages or token ids")
     chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
     if isinstance(prompt, str) or chat:
         if model.tokenizer is None:

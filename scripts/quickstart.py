@@ -24,7 +24,7 @@ NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "The budget of each answ
 
 DECODERS = {
     "Autoregressive": dj.Autoregressive(),
-    "PromptLookup": dj.PromptLookup(num_draft=4),
+    "PromptLookup": dj.PromptLookup(num_draft=4, min_ngram=2),
 }
 
 

@@ -132,6 +132,9 @@ def test_greedy_obeys_processors(decoder: Any) -> None:
     }
     out = dj.decode(HISTORY.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=dj.Sampling(**settings))
     assert zoo.outputs(out) == [zoo.greedy(HISTORY.logits_of, p, BUDGET, settings, (4,)) for p in PROMPTS]
+    for row, tokens in enumerate(zoo.outputs(out)):  # and log_probs stay those of the model itself
+        own = zoo.log_prob(HISTORY.logits_of, PROMPTS[row], tokens)
+        np.testing.assert_allclose(out.log_probs[row, : len(tokens)], own, atol=1e-5)
 
 
 TRANSFORMER_PROMPTS = [[1, 2, 1, 2, 1], [3], [60, 4, 2, 17, 0, 33, 3], [2, 2]]
@@ -559,3 +562,44 @@ def test_the_clock_counts_new_programs() -> None:
         out = dj.decode(TOYS["bigram"].model, [[1]] * 5, max_new_tokens=2)
     assert clock.programs == 2 and clock.seconds > 0
     assert out.stats.compile_seconds == pytest.approx(clock.seconds)
+
+
+# ---------------------------------------------------------------------- what cannot be meant
+REFUSED: list[tuple[str, Any]] = [
+    ("max_new_tokens", -1),
+    ("max_new_tokens", 2.0),
+    ("seed", -1),
+    ("seed", 2**32),
+    ("row_ids", [1, 2]),
+    ("row_ids", [-1]),
+    ("steps_per_call", 0),
+    ("steps_per_call", 2**31),
+    ("prompts", []),
+    ("prompts", [[]]),
+    ("prompts", [[1], []]),
+    ("prompts", [[5]]),
+    ("prompts", [[-1]]),
+    ("prompts", [[True]]),
+    ("prompts", [1.5]),
+    ("prompts", [[1.5]]),
+    ("prompts", "text"),
+    ("prompts", [{"role": "user", "content": "text"}]),
+    ("prompts", None),
+    ("prompts", 3),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), REFUSED)
+def test_impossible_calls_are_refused(name: str, value: Any) -> None:
+    """Errors: a ValueError names the argument, before anything is compiled."""
+    arguments: dict[str, Any] = {"prompts": [[1]], "max_new_tokens": 2, name: value}
+    with pytest.raises(ValueError, match=name), dj.compile_clock() as clock:
+        dj.decode(HISTORY.model, **arguments)
+    assert clock.programs == 0
+
+
+def test_a_mesh_needs_a_data_axis() -> None:
+    """Errors: rows are split over an axis named "data"; a mesh without it is refused."""
+    mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
+    with pytest.raises(ValueError, match="mesh"):
+        dj.decode(HISTORY.model, PROMPTS, max_new_tokens=2, mesh=mesh)

@@ -32,8 +32,10 @@ def test_lookup_finds_what_a_search_finds(max_ngram: int, min_ngram: int) -> Non
     for _ in range(200):
         buffer = rng.integers(0, 3, size=SIZE)
         length = int(rng.integers(1, SIZE + 1))
-        got = int(find(jnp.asarray(buffer), jnp.asarray(length), max_ngram, min_ngram))
-        assert got == plain_search(buffer[:length].tolist(), max_ngram, min_ngram)
+        start, matched = map(int, find(jnp.asarray(buffer), jnp.asarray(length), max_ngram, min_ngram))
+        row = buffer[:length].tolist()
+        assert start == plain_search(row, max_ngram, min_ngram)
+        assert row[start - matched : start] == row[length - matched :] and (matched > 0) == (start < length)
 
 
 @pytest.mark.parametrize(
@@ -41,14 +43,14 @@ def test_lookup_finds_what_a_search_finds(max_ngram: int, min_ngram: int) -> Non
     [
         ([5], []),
         ([5, 6], []),
-        ([5, 5], [5, 5, 5, 5]),
+        ([5, 5], [5, 5]),
         ([1, 2, 1, 2], [1, 2, 1, 2]),
-        ([7, 1, 2, 3, 4, 7], [1, 2, 3, 4]),
+        ([7, 1, 2, 3, 4, 7], [1, 2]),
         ([1, 2, 3, 1, 2, 4, 1, 2], [4, 1, 2, 4]),
         ([3, 1, 2, 9, 8, 1, 2, 3, 1, 2], [9, 8, 1, 2]),
         ([0, 0, 0], [0, 0, 0, 0]),
     ],
-    ids=["short", "none", "overlap", "period", "whole", "latest", "longest", "zeros"],
+    ids=["short", "none", "overlap", "period", "weak", "latest", "longest", "zeros"],
 )
 def test_what_is_proposed(row: list[int], want: list[int]) -> None:
     """B16: a row shorter than the n-gram, no match, a match at the tail and a continuation shorter than K."""
@@ -65,7 +67,7 @@ def test_a_match_without_any_end_of_sequence_runs() -> None:
     model = zoo.table_model(cycle).model
     out = dj.decode(model, [[0, 1, 2, 3, 0]], dj.PromptLookup(num_draft=4), max_new_tokens=10)
     assert zoo.outputs(out) == [[1, 2, 3, 0, 1, 2, 3, 0, 1, 2]]
-    assert out.stats.model_calls.tolist() == [2] and out.stats.acceptance_rate == 1.0
+    assert out.stats.model_calls.tolist() == [3] and out.stats.acceptance_rate == 1.0
 
 
 def test_calls_share_nothing() -> None:

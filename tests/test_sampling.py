@@ -45,9 +45,12 @@ FLAT = np.zeros((BATCH, V), np.float32)
 HOLES = np.where(np.arange(V) % 3 == 1, -np.inf, RANDOM).astype(np.float32)
 ONE = np.where(np.arange(V) == 5, RANDOM, -np.inf).astype(np.float32)
 SIGNED = np.array([[-1e4, -3.0, -1e-20, 1e-20, 2.0, 2.0, 1e4, 1e4]] * BATCH, np.float32)
-LOGITS = {"random": RANDOM, "tied": TIED, "flat": FLAT, "holes": HOLES, "one": ONE, "signed": SIGNED}
+# With the settings of "order" below, every other order of the four stages (but top_k first) gives another law.
+ORDER = np.array([[0.0, -1.2, 1.5, -0.9, 0.3, 0.2, -0.9, -0.9]] * BATCH, np.float32)
+LOGITS = {"order": ORDER, "random": RANDOM, "tied": TIED, "flat": FLAT, "holes": HOLES, "one": ONE, "signed": SIGNED}
 
 FILTERS: dict[str, dict[str, Any]] = {
+    "order": {"temperature": 2.0, "top_k": 6, "top_p": 0.6, "min_p": 0.4},
     "temperature": {"temperature": [0.0, 0.1, 0.5, 1.0, 3.0, 50.0]},
     "top_k": {"temperature": 1.0, "top_k": [0, 1, 2, 5, V, V + 5]},
     "top_p": {"temperature": 1.0, "top_p": [1e-6, 0.2, 0.5, 0.9, 0.999999, 1.0]},

@@ -116,22 +116,48 @@ def test_a_window_is_a_mask() -> None:
     np.testing.assert_allclose(full(model_of("window"), TOKENS, POSITIONS, CAUSAL), want, atol=1e-5)
 
 
-def test_grouped_heads_share_keys_and_values() -> None:
-    """Query heads 2g and 2g + 1 read kv head g: repeating the kv heads by hand gives the same model."""
-    small, large = model_of("grouped"), model_of("all kv heads")
+def plain_forward(config: TransformerConfig, params: Any, tokens: np.ndarray) -> np.ndarray:
+    """Causal logits f64[T, V] of one row, as the papers write it: one head and one position at a time."""
+    leaf = lambda tree, *path: np.asarray(functools.reduce(lambda t, k: t[k], path, tree)[...], np.float64)
+    norm = lambda x, scale: x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * scale
+    heads, groups, size = config.num_heads, config.num_kv_heads, config.head_size
 
-    def widen(path: Any, leaf: Any) -> Any:
-        if "qkv" not in jax.tree_util.keystr(path):
-            return leaf
-        parts = leaf.reshape(leaf.shape[0], 8, 8)  # 4 query heads, 2 of keys, 2 of values
-        repeated = [jnp.repeat(parts[:, i : i + 2], 2, axis=1) for i in (4, 6)]
-        return jnp.concatenate([parts[:, :4], *repeated], axis=1).reshape(leaf.shape[0], -1)
+    def turn(x: np.ndarray, position: int) -> np.ndarray:
+        angle = position * config.rope_theta ** (-np.arange(0, size, 2) / size)
+        one, two = x[: size // 2], x[size // 2 :]
+        return np.concatenate([one * np.cos(angle) - two * np.sin(angle), two * np.cos(angle) + one * np.sin(angle)])
 
-    params = jax.tree_util.tree_map_with_path(widen, small.params)
-    want = full(small, TOKENS, POSITIONS, CAUSAL)
-    np.testing.assert_allclose(
-        full(dataclasses.replace(large, params=params), TOKENS, POSITIONS, CAUSAL), want, atol=1e-5
-    )
+    x = leaf(params, "embed", "embedding")[tokens]
+    for layer in (params["layers"][i] for i in range(config.num_layers)):
+        inner = layer["attention"]
+        qkv = norm(x, leaf(layer, "attention_norm", "scale")) @ leaf(inner, "qkv", "kernel")
+        if config.qkv_bias:
+            qkv = qkv + leaf(inner, "qkv", "bias")
+        qkv = qkv.reshape(len(tokens), heads + 2 * groups, size)
+        q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
+        if config.qk_norm:
+            q, k = norm(q, leaf(inner, "q_norm", "scale")), norm(k, leaf(inner, "k_norm", "scale"))
+        seen = np.zeros((len(tokens), heads, size))
+        for t in range(len(tokens)):
+            for head in range(heads):
+                group = head // (heads // groups)
+                keys = np.stack([turn(k[s, group], s) for s in range(t + 1)])
+                scores = keys @ turn(q[t, head], t) / np.sqrt(size)
+                weights = np.exp(scores - scores.max())
+                seen[t, head] = weights / weights.sum() @ v[: t + 1, group]
+        x = x + seen.reshape(len(tokens), -1) @ leaf(inner, "out", "kernel")
+        gate, up = np.split(norm(x, leaf(layer, "mlp_norm", "scale")) @ leaf(layer, "gate_up", "kernel"), 2, axis=-1)
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ leaf(layer, "down", "kernel")
+    x = norm(x, leaf(params, "norm", "scale"))
+    return x @ (leaf(params, "embed", "embedding").T if config.tie_embeddings else leaf(params, "head", "kernel"))
+
+
+@pytest.mark.parametrize("variant", ["grouped", "one kv head", "qk_norm", "qkv_bias", "tied"])
+def test_the_layers_are_those_of_the_papers(variant: str) -> None:
+    """Norms, grouped heads, rotary pairs, scale, gate and head, against loops over heads and positions."""
+    model = model_of(variant)
+    want = plain_forward(model.config, model.params, TOKENS[0])
+    np.testing.assert_allclose(full(model, TOKENS, POSITIONS, CAUSAL)[0], want, atol=1e-4)
 
 
 def test_masks_decide_who_sees_whom() -> None:

@@ -10,8 +10,12 @@ from decoding_jax.decoders.prefix import Draft, Prefix, PrefixState
 from decoding_jax.rows import Context
 from decoding_jax.types import Array, PyTree
 
+# A match of one token is weak evidence. Simulated over 48 of SmolLM2's answers, cutting its drafts to two
+# costs 4% of the tokens per call and, at the step times of a CPU, makes decoding 20% faster.
+_WEAK_MATCH, _WEAK_DRAFT = 1, 2
 
-def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: int) -> Array:
+
+def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: int) -> tuple[Array, Array]:
     """Where the copy starts: behind the longest, then latest, earlier occurrence of a row's last tokens.
 
     Args:
@@ -20,11 +24,12 @@ def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: i
       max_ngram, min_ngram: the longest match that is looked for and the shortest that counts.
 
     Returns:
-      i32[], the index of the first token to copy; `length` where nothing matches.
+      i32[], the index of the first token to copy (`length` where nothing matches), and i32[], the length of
+      the match (0 where nothing matches).
 
     >>> row = jnp.asarray([5, 1, 2, 7, 5, 1, 2, 0, 0])
-    >>> int(find_continuation(row, jnp.asarray(7), 3, 1))  # [5, 1, 2] stands at 0, so copy from 3
-    3
+    >>> [int(x) for x in find_continuation(row, jnp.asarray(7), 3, 1)]  # [5, 1, 2] stands at 0: copy from 3
+    [3, 3]
     """
     start = jnp.arange(tokens.shape[0])
     back = jnp.arange(1, max_ngram + 1)
@@ -34,7 +39,8 @@ def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: i
     matched = jnp.cumprod(same, axis=1, dtype=jnp.int32).sum(axis=1)
     usable = (start < length) & (matched >= min_ngram)
     best = jnp.argmax(jnp.where(usable, matched * tokens.shape[0] + start, -1))
-    return jnp.where(usable.any(), best, length).astype(jnp.int32)
+    found = usable.any()
+    return jnp.where(found, best, length).astype(jnp.int32), jnp.where(found, matched[best], 0)
 
 
 @struct.dataclass
@@ -42,10 +48,11 @@ class PromptLookup(Prefix):
     """Drafts by copying from the prompt and the output so far; lossless, and free of any draft model.
 
     A copy that reaches the end of the row goes on with what it has copied, so a loop of any period
-    fills the draft.
+    fills the draft. A match of a single token drafts no more than two.
 
     Attributes:
-      num_draft: K, the most tokens copied in a round.
+      num_draft: K, the most tokens copied in a round. Wide drafts are nearly free on accelerators; on a
+        CPU, where a call on 9 positions costs three plain ones, 4 with min_ngram=2 is faster.
       max_ngram: the most last tokens that are matched.
       min_ngram: the fewest that count as a match.
     """
@@ -67,15 +74,21 @@ class PromptLookup(Prefix):
         """W = K."""
         return self.num_draft
 
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """No match, weak matches, ends of rows, full drafts."""
+        return tuple(sorted({0, min(_WEAK_DRAFT, self.num_draft), self.num_draft // 2, self.num_draft}))
+
     def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
         """A chain of copied tokens, or nothing where nothing matches."""
         del ctx
 
         def copy(tokens: Array, length: Array) -> tuple[Array, Array]:
-            start = find_continuation(tokens, length, self.max_ngram, self.min_ngram)
-            period = length - start
-            at = start + jnp.arange(self.num_draft) % jnp.maximum(period, 1)
-            return jnp.take(tokens, at, mode="clip"), jnp.broadcast_to(period > 0, (self.num_draft,))
+            start, matched = find_continuation(tokens, length, self.max_ngram, self.min_ngram)
+            index = jnp.arange(self.num_draft)
+            copied = jnp.take(tokens, start + index % jnp.maximum(length - start, 1), mode="clip")
+            longest = jnp.where(matched > _WEAK_MATCH, self.num_draft, _WEAK_DRAFT)
+            return copied, (matched > 0) & (index < longest)
 
-        tokens, found = jax.vmap(copy)(state.rows.tokens, state.rows.length)
-        return Draft(tokens, found, depth=self.num_draft), state.carry
+        tokens, verifiable = jax.vmap(copy)(state.rows.tokens, state.rows.length)
+        return Draft(tokens, verifiable, depth=self.num_draft), state.carry
