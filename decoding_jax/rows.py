@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding
 
 from decoding_jax import sampling as sampling_lib
 from decoding_jax.cache import write_slots
@@ -48,7 +48,7 @@ class Context:
     stops: StopArrays
     model: ModelSpec = struct.field(pytree_node=False)
     chunk: int = struct.field(pytree_node=False)
-    rows_sharding: Sharding | None = struct.field(pytree_node=False, default=None)
+    rows_sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)
 
     def apply(self, inputs: Inputs, cache: Any) -> Features:
         return self.model.apply(self.params, inputs, cache)
@@ -63,6 +63,14 @@ class Context:
         if self.rows_sharding is None:
             return state
         return jax.lax.with_sharding_constraint(state, self.rows_sharding)
+
+    def top_k(self, values: Array, count: int) -> tuple[Array, Array]:
+        """`lax.top_k` of values [B, n], each row on its own device (XLA would gather the batch for it)."""
+        if self.rows_sharding is None:
+            return tuple(jax.lax.top_k(values, count))
+        spec, mesh = self.rows_sharding.spec, self.rows_sharding.mesh
+        of_rows = jax.shard_map(lambda x: tuple(jax.lax.top_k(x, count)), mesh=mesh, in_specs=spec, out_specs=spec)
+        return of_rows(values)
 
     def repeat_rows(self, times: int) -> Context:
         """Each row `times` times in a row, for decoders that keep several candidates of it."""

@@ -218,7 +218,7 @@ class Oracle(Prefix):
     """Proposes exactly what the target is about to draw, plus `shift`: with 1 it is always wrong."""
 
     num_draft: int = struct.field(pytree_node=False, default=4)
-    shift: int = struct.field(pytree_node=False, default=0)
+    shift: int | Array = 0  # a leaf, so that the oracle and its opposite share a program
 
     @property
     def num_nodes(self) -> int:

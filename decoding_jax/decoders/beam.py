@@ -79,8 +79,8 @@ def _join(*pools: Hypotheses) -> Hypotheses:
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *pools)
 
 
-def _best(pool: Hypotheses, count: int) -> Hypotheses:
-    return _pick(pool, jax.lax.top_k(pool.total, count)[1])
+def _best(ctx: Context, pool: Hypotheses, count: int) -> Hypotheses:
+    return _pick(pool, ctx.top_k(pool.total, count)[1])
 
 
 @struct.dataclass
@@ -178,7 +178,7 @@ class Beam:
 
         def extend(allowed: Array, count: int) -> tuple[Hypotheses, Array]:
             """The best `count` extensions by allowed tokens, and the beam that each extends."""
-            best, index = jax.lax.top_k(jnp.where(allowed[None], total, -jnp.inf), count)
+            best, index = ctx.top_k(jnp.where(allowed[None], total, -jnp.inf), count)
             beam, token = index // vocab_size, (index % vocab_size).astype(jnp.int32)
             old = _pick(state.live, beam)
             stop_state, reason = ending(ctx.stops, old.stop_state.reshape(-1), token.reshape(-1))
@@ -197,7 +197,7 @@ class Beam:
         by_id, _ = extend(ends, beams)
         other, parent = extend(~ends, min(2 * beams, beams * (vocab_size - 1)))
         by_string = other.reason == STOP
-        order = jax.lax.top_k(jnp.where(by_string, -jnp.inf, other.total), beams)[1]
+        order = ctx.top_k(jnp.where(by_string, -jnp.inf, other.total), beams)[1]
         live = _pick(other, order)
         live = dataclasses.replace(live, total=jnp.where(live.reason == NOT_ENDED, live.total, -jnp.inf))
         full = live.length >= ctx.limits[:, None]
@@ -209,7 +209,7 @@ class Beam:
             ),
         )
         ended = dataclasses.replace(ended, total=self._score(ctx, ended.total, ended.length))
-        finished = _best(_join(state.finished, ended), beams)
+        finished = _best(ctx, _join(state.finished, ended), beams)
 
         # A live sum can only fall; its score is best at the longest length, or the next one if length costs.
         longest = jnp.where(self.length_penalty > 0, ctx.limits[:, None], live.length + 1)
@@ -230,7 +230,7 @@ class Beam:
     def finalize(self, ctx: Context, state: BeamState) -> DecodeOutput:
         """The best hypothesis of each row, and the n best as candidates (on the host)."""
         best, start, limits, calls = jax.device_get(
-            (_best(state.finished, self.n_best), ctx.prompt_lengths, ctx.limits, state.model_calls)
+            (_best(ctx, state.finished, self.n_best), ctx.prompt_lengths, ctx.limits, state.model_calls)
         )
         found = np.isfinite(best.total)
         lengths = np.where(found, best.length - start[:, None], 0)
