@@ -66,10 +66,14 @@ class Context:
 
     def top_k(self, values: Array, count: int) -> tuple[Array, Array]:
         """`lax.top_k` of values [B, n], each row on its own device (XLA would gather the batch for it)."""
-        if self.rows_sharding is None:
-            return tuple(jax.lax.top_k(values, count))
-        spec, mesh = self.rows_sharding.spec, self.rows_sharding.mesh
-        of_rows = jax.shard_map(lambda x: tuple(jax.lax.top_k(x, count)), mesh=mesh, in_specs=spec, out_specs=spec)
+
+        def of_rows(rows: Array) -> tuple[Array, Array]:
+            best, index = jax.lax.top_k(rows, count)
+            return best, index
+
+        if self.rows_sharding is not None:
+            spec, mesh = self.rows_sharding.spec, self.rows_sharding.mesh
+            of_rows = jax.shard_map(of_rows, mesh=mesh, in_specs=spec, out_specs=spec)
         return of_rows(values)
 
     def repeat_rows(self, times: int) -> Context:
