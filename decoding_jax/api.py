@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import ALL_STEPS, Decoder, compile_clock, run, start
-from decoding_jax.masks import chain_mask
+from decoding_jax.masks import causal_mask
 from decoding_jax.prepare import Call, Prompts, encode_prompt, encode_prompts, prepare
 from decoding_jax.rows import Context
 from decoding_jax.sampling import Sampling
@@ -48,7 +48,8 @@ def decode(
       seed: of all randomness, 0 to 2**32 - 1.
       row_ids: what each row's randomness is keyed by, default 0..B-1; a row with the same id, seed and
         prompt gives the same tokens in any batch.
-      mesh: splits the rows over its "data" axis.
+      mesh: splits the rows over its "data" axis. Load the model with a `placement` on the same mesh, or its
+        params are copied there in every call.
       trace: records every step; slower, the tokens are the same.
       steps_per_call: steps between two returns to Python, where signals are heard.
 
@@ -90,6 +91,8 @@ def decode(
 
 def _check(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
     """Lets a decoder refuse a call before anything is compiled; so does what needs a committed prefix."""
+    if isinstance(decoder, type) or not hasattr(decoder, "step"):
+        raise ValueError(f"decoder={decoder!r}: give a decoder such as Autoregressive() or PromptLookup(num_draft=4)")
     if needs_prefix and not hasattr(decoder, "propose"):
         name = type(decoder).__name__
         raise ValueError(f"{needs_prefix}: {name} may revise its output until the end; use decode without it")
@@ -103,10 +106,12 @@ def _trace_steps(model: Model, call: Call, state: Any) -> list[TraceStep]:
     record, tokens, length, calls = jax.device_get((state.record, rows.tokens, rows.length, state.model_calls))
     steps = []
     for row in range(call.batch):
-        if count := int(record.count[row]):
+        if count := int(record.emitted[row]):
             emitted = tuple(tokens[row, length[row] - count : length[row]].tolist())
             proposed = tuple(record.proposed[row][record.verifiable[row]].tolist())
-            text = model.tokenizer.decode(emitted) if model.tokenizer is not None else None
+            text = None
+            if model.tokenizer is not None:
+                text = _bytes_of(model, emitted).decode("utf-8", errors="replace")
             steps.append(TraceStep(int(calls[row]) - 1, row, proposed, int(record.accepted[row]), emitted, text))
     return steps
 
@@ -270,7 +275,7 @@ def score_tokens(ctx: Context, lengths: Array) -> Array:
         inputs = Inputs(
             tokens=token_at(positions),
             positions=positions,
-            mask=chain_mask(positions, size),
+            mask=causal_mask(positions, size),
             slots=jnp.where(positions < lengths[:, None], positions, size),
         )
         out = ctx.apply(inputs, cache)

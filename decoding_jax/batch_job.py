@@ -16,6 +16,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import fcntl
+import hashlib
 import json
 import os
 import tempfile
@@ -323,27 +324,23 @@ def keep_spooled(path: Path, folder: Path) -> Path:
     return path.replace(folder / STDIN)
 
 
-def check_folder(folder: Path, plan: dict[str, Any], names: Sequence[str] | None = None) -> None:
+def check_folder(folder: Path, plan: dict[str, Any]) -> None:
     """Refuses a folder that holds parts of another job.
 
     Args:
       folder: the output folder.
-      plan: from `describe_job`.
-      names: of the parts that the job will have, once they are known.
+      plan: from `describe_job`; what it does not say is not compared.
 
     Raises:
       ValueError: what is different, and the remedy.
     """
-    there = {path.name for path in folder.glob(PARTS)}
-    if not there:
+    if not any(folder.glob(PARTS)):
         return
     try:
         old = json.loads((folder / PLAN).read_text(encoding="utf-8"))
-        changed = [key for key in sorted(old.keys() | plan.keys()) if old.get(key) != plan.get(key)]
+        changed = [key for key in sorted(plan) if old.get(key) != plan[key]]
     except (OSError, ValueError, AttributeError):
         changed = [f"there is no readable {PLAN}"]
-    if not changed and names is not None and not there <= set(names):
-        changed = ["the model's tokenizer"]  # nothing else groups the same lines in another way
     if changed:
         raise ValueError(
             f"output={str(folder)!r} holds parts of another job (different: {', '.join(changed)}); choose "
@@ -354,7 +351,7 @@ def check_folder(folder: Path, plan: dict[str, Any], names: Sequence[str] | None
 def start_folder(
     folder: Path,
     plan: dict[str, Any],
-    parts: Sequence[Sequence[Batch]],
+    rows: Sequence[Row],
     errors: Sequence[dict[str, Any]],
     overwrite: bool = False,
 ) -> None:
@@ -363,15 +360,19 @@ def start_folder(
     Args:
       folder: from `open_folder`.
       plan: from `describe_job`.
-      parts: from `plan_parts`.
-      errors: from `read_rows`.
+      rows, errors: from `read_rows`. The plan keeps the rows' digest: a model of the same name with another
+        tokenizer or chat template makes other parts of the same lines.
       overwrite: discards what another job left, instead of refusing the folder.
 
     Raises:
       ValueError: as `check_folder`.
     """
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.number, row.id, row.prompt.tolist()]).encode())
+    plan = plan | {"rows_sha256": digest.hexdigest()}
     try:
-        check_folder(folder, plan, part_names(len(parts)))
+        check_folder(folder, plan)
     except ValueError:
         if not overwrite:
             raise

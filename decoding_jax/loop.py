@@ -59,7 +59,7 @@ def run(decoder: Decoder, ctx: Context, state: PyTree, n_steps: Array) -> PyTree
 
 @dataclasses.dataclass
 class CompileClock:
-    """Seconds spent tracing and compiling the driver's programs, and how many were compiled."""
+    """Seconds spent tracing and compiling `start`, `run` and scoring, and how many of them were compiled."""
 
     seconds: float = 0.0
     programs: int = 0
@@ -83,7 +83,7 @@ jax.monitoring.register_event_duration_secs_listener(_on_compile_event)
 
 @contextlib.contextmanager
 def compile_clock() -> Iterator[CompileClock]:
-    """Counts the compiling that happens inside the block."""
+    """Counts how often and how long the library's own programs are compiled inside the block."""
     clock = CompileClock()
     _clocks.append(clock)
     try:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from decoding_jax.types import Array
 
 
-def chain_mask(positions: Array, capacity: int) -> Array:
+def causal_mask(positions: Array, capacity: int) -> Array:
     """Causal over a cache whose slots run with the positions: i32[B, T] -> bool[B, T, S]."""
     return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
 

@@ -24,9 +24,6 @@ Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 Prompts = Prompt | Sequence[Prompt]
 
-# Positions per prefill call: few sizes, since each is a program; large ones waste work on short prompts.
-_CHUNKS = (16, 64, 128)
-
 
 def bucket(size: int) -> int:
     """The smallest of 64, 96, 128, 192, 256, 384, ... that holds `size`: two per octave.
@@ -169,8 +166,7 @@ def prepare(
         "rules": rules,
         "stops": stops,
     }
-    chunk = next((size for size in _CHUNKS if size >= longest - 1), _CHUNKS[-1])
-    ctx = Context(**host, model=model.spec, chunk=chunk)
+    ctx = Context(**host, model=model.spec)
     return Call(_place(ctx, model.params, mesh), batch, automaton)
 
 
@@ -185,7 +181,7 @@ def _data_shards(mesh: Mesh | None) -> int:
 def _place(ctx: Context, params: PyTree, mesh: Mesh | None) -> Context:
     """Puts per-row arrays in parts along the mesh's data axis, everything else whole on every device.
 
-    Params that already live on the mesh stay as they are.
+    Params that already live on the mesh stay as they are; `load(placement=...)` puts them there once.
     """
     if mesh is None:
         return dataclasses.replace(jax.device_put(ctx), params=params)

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 
 from decoding_jax import sampling as sampling_lib
 from decoding_jax.cache import write_slots
-from decoding_jax.masks import chain_mask
+from decoding_jax.masks import causal_mask
 from decoding_jax.sampling import SamplingArrays, TokenRules
 from decoding_jax.stops import NOT_ENDED, StopArrays, ending
 from decoding_jax.types import LENGTH, Array, Cache, Features, Inputs, ModelSpec, PyTree
@@ -20,7 +20,7 @@ from decoding_jax.types import LENGTH, Array, Cache, Features, Inputs, ModelSpec
 
 @struct.dataclass
 class Context:
-    """Everything a call brings. All of it is traced but the last three, so changing a value compiles nothing.
+    """Everything a call brings. All of it is traced but the last two, so changing a value compiles nothing.
 
     Attributes:
       params: the model's weights.
@@ -33,7 +33,6 @@ class Context:
       rules: settings per token.
       stops: what ends a row.
       model: the static part of the model.
-      chunk: positions per prefill call.
       rows_sharding: how rows are split over devices; None on one device.
     """
 
@@ -47,7 +46,6 @@ class Context:
     rules: TokenRules
     stops: StopArrays
     model: ModelSpec = struct.field(pytree_node=False)
-    chunk: int = struct.field(pytree_node=False)
     rows_sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)
 
     def apply(self, inputs: Inputs, cache: Any) -> Features:
@@ -60,9 +58,17 @@ class Context:
     def settle(self, state: PyTree) -> PyTree:
         """The same state in the one form that all programs take: no weak types, rows split over the devices."""
         state = jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype), state)
-        if self.rows_sharding is None:
+        sharding = self.rows_sharding
+        if sharding is None:
             return state
-        return jax.lax.with_sharding_constraint(state, self.rows_sharding)
+        # Only the rows: other axes, such as the heads of a cache, stay split as the model split them.
+        free = jax.sharding.PartitionSpec.UNCONSTRAINED
+
+        def constrain(leaf: Array) -> Array:
+            spec = jax.sharding.PartitionSpec(*sharding.spec, *[free] * (leaf.ndim - 1))
+            return jax.lax.with_sharding_constraint(leaf, NamedSharding(sharding.mesh, spec))
+
+        return jax.tree.map(constrain, state)
 
     def top_k(self, values: Array, count: int) -> tuple[Array, Array]:
         """`lax.top_k` of values [B, n], each row on its own device (XLA would gather the batch for it)."""
@@ -81,6 +87,8 @@ class Context:
         repeat = lambda tree: jax.tree.map(lambda x: jnp.repeat(x, times, axis=0), tree)
         return dataclasses.replace(self, **{name: repeat(getattr(self, name)) for name in ROW_FIELDS})
 
+
+_LARGEST_CHUNK = 128  # positions of a prefill call
 
 ROW_FIELDS = ("prompts", "prompt_lengths", "limits", "row_ids", "sampling")  # those with a row axis
 
@@ -126,7 +134,7 @@ def start_rows(ctx: Context) -> Rows:
 
 
 def prefill(ctx: Context, capacity: int) -> Cache:
-    """A cache that holds every prompt but its last token, filled in chunks of `ctx.chunk` positions.
+    """A cache that holds every prompt but its last token, filled in chunks of positions.
 
     No logits are made. The last token is held back for the first step, so that every token is drawn by
     the same code, whatever the prompt.
@@ -134,18 +142,20 @@ def prefill(ctx: Context, capacity: int) -> Cache:
     batch, size = ctx.prompts.shape
     cache = ctx.model.init_cache(batch, capacity)
     held = ctx.prompt_lengths - 1
+    # Half the buffer: a chunk much longer than the prompts would be wasted work, a short one more calls.
+    chunk = min(size // 2, _LARGEST_CHUNK)
 
     def fill(index: Array, cache: Cache) -> Cache:
-        positions = jnp.broadcast_to(index * ctx.chunk + jnp.arange(ctx.chunk), (batch, ctx.chunk))
+        positions = jnp.broadcast_to(index * chunk + jnp.arange(chunk), (batch, chunk))
         inputs = Inputs(
             tokens=jnp.take_along_axis(ctx.prompts, jnp.minimum(positions, size - 1), axis=1),
             positions=positions,
-            mask=chain_mask(positions, capacity),
+            mask=causal_mask(positions, capacity),
             slots=jnp.where(positions < held[:, None], positions, capacity),
         )
         return ctx.apply(inputs, cache).cache
 
-    return jax.lax.fori_loop(0, -(-held.max() // ctx.chunk), fill, cache)
+    return jax.lax.fori_loop(0, -(-held.max() // chunk), fill, cache)
 
 
 def next_token(ctx: Context, rows: Rows, logits: Array) -> tuple[Array, Array]:

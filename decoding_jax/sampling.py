@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -125,6 +125,8 @@ def _per_row(name: str, value: Number, batch: int) -> np.ndarray:
 
 def _ids(name: str, ids: Sequence[int], vocab_size: int) -> list[int]:
     """Token ids checked against the vocabulary."""
+    if isinstance(ids, str | bytes) or not isinstance(ids, Iterable):
+        raise ValueError(f"{name}={ids!r}: give a list of token ids")
     for i in ids:
         if isinstance(i, bool) or not isinstance(i, int | np.integer) or not 0 <= i < vocab_size:
             raise ValueError(f"{name}: {i!r} is not a token id; ids are whole numbers from 0 to {vocab_size - 1}")
@@ -154,6 +156,8 @@ def sampling_arrays(
         is left to draw.
     """
     rows: dict[str, Any] = {name: _per_row(name, getattr(sampling, name), batch) for name in _RANGES}
+    if not isinstance(sampling.logit_bias, Mapping):
+        raise ValueError(f"sampling.logit_bias={sampling.logit_bias!r}: give a dict of token id to number")
     bias: Any = np.zeros((vocab_size,), np.float32)
     for token, value in sampling.logit_bias.items():
         if not isinstance(value, numbers.Real) or not abs(value) <= float(np.finfo(np.float32).max):

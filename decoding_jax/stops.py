@@ -36,7 +36,7 @@ class Stop:
 
 
 class Automaton:
-    """Finds any of several byte strings in a stream, on the host; `arrays` gives its tables for the device.
+    """Finds any of several byte strings in a stream; `stop_arrays` lays its tables out for the device.
 
     Attributes:
       next: i32[M, 256], the state after a byte; state 0 is the start.

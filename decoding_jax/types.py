@@ -113,7 +113,9 @@ class Model:
       vocab_size: V, the number of token ids.
       init_cache: (batch, capacity) -> Cache, an empty cache with `capacity` slots a row.
       readout: (params, hidden [..., D]) -> logits f32[..., V]; default: the features are the logits.
-      tokenizer: turns text into ids and back; None where prompts are ids.
+      tokenizer: turns text into ids and back; None where prompts are ids. It has `encode(text,
+        add_special_tokens) -> ids`, `decode(ids) -> text`, `token_bytes` (what each id adds to a text), and
+        for chat `apply_chat_template(messages) -> text`, as `decoding_jax.checkpoints.Tokenizer` has.
       eos_ids: ids that end a row.
       max_length: the most positions a row may have, None for no bound.
       config: whatever describes the model, for people and for checkpoints.
@@ -132,6 +134,12 @@ class Model:
     def __post_init__(self) -> None:
         if self.vocab_size < 1:
             raise ValueError(f"vocab_size={self.vocab_size}: a model needs at least one token id")
+        lacking = [n for n in ("encode", "decode", "token_bytes") if not hasattr(self.tokenizer, n)]
+        if self.tokenizer is not None and lacking:
+            raise ValueError(
+                f"tokenizer={type(self.tokenizer).__name__} has no {', '.join(lacking)}; use "
+                "decoding_jax.checkpoints.Tokenizer (from a tokenizer.json), or None"
+            )
         bad = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
         if bad:
             raise ValueError(f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}")

@@ -20,7 +20,9 @@ import decoding_jax as dj
 INPUT = flags.DEFINE_string("input", None, "What dj.load takes: a name, a folder or a .gguf file.", required=True)
 OUTPUT = flags.DEFINE_string("output", None, "The folder to make.", required=True)
 TO = flags.DEFINE_enum("to", "orbax", ["orbax", "huggingface"], "The format to write.")
-DTYPE = flags.DEFINE_enum("dtype", None, ["float32", "bfloat16", "float16"], "Of the params; default: as they are.")
+DTYPE = flags.DEFINE_enum(
+    "dtype", None, ["float32", "bfloat16", "float16"], "Of the params; default: float32, or our folder's own."
+)
 
 
 def main() -> None:

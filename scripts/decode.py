@@ -249,7 +249,7 @@ def decode_all(signals: Signals, begun: float) -> int:
         model = load_model(config, job)
         rows, errors = batch_job.read_rows(model, files, job.max_new_tokens)
         parts = batch_job.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
-        batch_job.start_folder(folder, plan, parts, errors, _OVERWRITE.value)
+        batch_job.start_folder(folder, plan, rows, errors, _OVERWRITE.value)
     except (ValueError, OSError) as error:
         say(one_line(error))
         return 2

@@ -32,7 +32,7 @@ from records import record
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
 from decoding_jax.loop import ALL_STEPS, run, start
-from decoding_jax.masks import chain_mask
+from decoding_jax.masks import causal_mask
 from decoding_jax.prepare import prepare
 from decoding_jax.registry import DECODERS, make_decoder
 from decoding_jax.sampling import Sampling
@@ -72,7 +72,7 @@ def model_steps(spec: Any, params: Any, cache: Any, steps: jax.Array, width: int
         index, token, cache = carry
         positions = index + jnp.arange(width)[None]
         inputs = dj.Inputs(
-            jnp.broadcast_to(token, (1, width)), positions, chain_mask(positions, capacity), slots=positions
+            jnp.broadcast_to(token, (1, width)), positions, causal_mask(positions, capacity), slots=positions
         )
         out = spec.apply(params, inputs, cache)
         logits = spec.readout(params, out.hidden)

@@ -83,7 +83,7 @@ def run_all(
             batch_job.check_folder(folder, plan)
         rows, errors = read_rows(model, files, job.max_new_tokens)
         parts = plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
-        batch_job.start_folder(folder, plan, parts, errors, overwrite)
+        batch_job.start_folder(folder, plan, rows, errors, overwrite)
         return batch_job.run_job(model, job, rows, parts, folder, on_batch)
     finally:
         os.close(lock)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from decoding_jax.cache import compact_path, read_slots, reorder_candidates, write_slots
-from decoding_jax.masks import ancestors, chain_mask, tree_mask
+from decoding_jax.masks import ancestors, causal_mask, tree_mask
 from decoding_jax.types import Cache
 
 EMPTY = jnp.arange(1, 9)[None]  # one row of eight slots
@@ -77,7 +77,7 @@ def test_rows_are_reordered_everywhere() -> None:
 
 def test_a_chain_sees_itself_and_what_comes_before() -> None:
     """Causal, for queries anywhere in their row."""
-    mask = chain_mask(jnp.asarray([[0, 3], [2, 9]]), 5)
+    mask = causal_mask(jnp.asarray([[0, 3], [2, 9]]), 5)
     assert mask.astype(jnp.int32).sum(axis=2).tolist() == [[1, 4], [3, 5]]
     assert mask[0, 1].tolist() == [True] * 4 + [False]
 

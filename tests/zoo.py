@@ -20,7 +20,7 @@ from flax import struct
 import decoding_jax as dj
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.loop import ALL_STEPS, run, start
-from decoding_jax.masks import chain_mask
+from decoding_jax.masks import causal_mask
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.prepare import prepare
@@ -206,7 +206,7 @@ def rollout(ctx: Context, state: PrefixState, steps: int, capacity: int) -> Arra
     def one(carry: tuple[Rows, Any], _: None) -> tuple[tuple[Rows, Any], Array]:
         rows, cache = carry
         at = rows.length[:, None] - 1
-        out = ctx.apply(Inputs(rows.last, at, chain_mask(at, capacity), slots=at), cache)
+        out = ctx.apply(Inputs(rows.last, at, causal_mask(at, capacity), slots=at), cache)
         tokens, log_probs = next_token(ctx, rows, ctx.readout(out.hidden)[:, 0])
         return (commit(ctx, rows, tokens, log_probs, ~rows.done), out.cache), tokens
 
@@ -321,7 +321,7 @@ class TreeLookup(Prefix):
         return Draft(tokens, verifiable, parents, depth), state.carry
 
     def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> PyTree:
-        carry = state.carry.replace(emitted=state.carry.emitted + result.count)
+        carry = state.carry.replace(emitted=state.carry.emitted + result.emitted)
         return self._compared(ctx, state.replace(carry=carry), draft, result) if self.compare else carry
 
     def _compared(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> PyTree:
@@ -331,17 +331,17 @@ class TreeLookup(Prefix):
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
         fresh = ctx.apply(Inputs(rows.tokens, at, causal), None).hidden
         new = jnp.arange(draft.depth + 1)[None]
-        source = (rows.length - result.count)[:, None] + new - 1  # the last token that each new one was drawn from
+        source = (rows.length - result.emitted)[:, None] + new - 1  # the last token that each new one was drawn from
         expected = jax.vmap(lambda row, i: row.at[i].get(mode="clip"))(fresh, source)
         # The toys' features are whole numbers; a Transformer's agree up to rounding.
-        differ = (jnp.abs(expected - result.hidden) > 1e-3).any(axis=2) & (new < result.count[:, None])
+        differ = (jnp.abs(expected - result.hidden) > 1e-3).any(axis=2) & (new < result.emitted[:, None])
         wrong_cache = jnp.zeros_like(rows.length)
         if isinstance(state.cache.slots, dict) and "tokens" in state.cache.slots:
             held = at < rows.length[:, None] - 1
             same = (state.cache.slots["tokens"][:, :size] == rows.tokens) & (
                 state.cache.slots["positions"][:, :size] == at
             )
-            wrong_cache = (held & ~same & (result.count > 0)[:, None]).sum(axis=1, dtype=jnp.int32)
+            wrong_cache = (held & ~same & (result.emitted > 0)[:, None]).sum(axis=1, dtype=jnp.int32)
         carry = state.carry
         return Observed(
             carry.emitted,

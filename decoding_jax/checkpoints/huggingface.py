@@ -75,9 +75,18 @@ def config_from_hf(raw: Mapping[str, Any], name: str = "config.json") -> Transfo
     """Reads the parsed config.json of a covered family, in the form of transformers 4 or 5.
 
     Raises:
-      ValueError: another family, or a setting that the Transformer does not have; it names the setting.
+      ValueError: another family, a setting that the Transformer does not have, or one that is missing or no
+        number; it names the setting.
     """
+    try:
+        return _config_from_hf(raw, name)
+    except KeyError as error:
+        raise ValueError(f"{name}: {error.args[0]} is missing; download the file again") from None
+    except (TypeError, ZeroDivisionError, AttributeError) as error:
+        raise ValueError(f"{name}: a setting has the wrong kind or size ({error}); download the file again") from None
 
+
+def _config_from_hf(raw: Mapping[str, Any], name: str) -> TransformerConfig:
     def refuse(field: str, remedy: str) -> ValueError:
         return ValueError(f"{name}: {field}={raw.get(field)!r} is not supported; {remedy}")
 
@@ -90,19 +99,6 @@ def config_from_hf(raw: Mapping[str, Any], name: str = "config.json") -> Transfo
         raise refuse("mlp_bias" if raw.get("mlp_bias") else "attention_bias", "only Qwen2's q, k, v biases exist here")
     if raw.get("partial_rotary_factor", 1.0) not in (None, 1.0):
         raise refuse("partial_rotary_factor", "whole heads are rotated")
-    missing = [
-        f
-        for f in (
-            "vocab_size",
-            "num_hidden_layers",
-            "hidden_size",
-            "intermediate_size",
-            "num_attention_heads",
-        )
-        if f not in raw
-    ]
-    if missing:
-        raise ValueError(f"{name}: {', '.join(missing)} missing; is this a model's config.json?")
     heads = raw["num_attention_heads"]
     # transformers 5 keeps both rope settings in rope_parameters, older ones in two fields
     rope = raw.get("rope_parameters") or {
@@ -219,7 +215,10 @@ def _open_tensors(folder: Path) -> Iterator[dict[str, Any]]:
     """Every tensor of a folder by name, as the file that holds it; nothing is read yet."""
     index = folder / "model.safetensors.index.json"
     if index.exists():
-        files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        try:
+            files = sorted({folder / name for name in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index} is no index of tensors ({error!r}); download it again") from None
     else:
         files = sorted(folder.glob("*.safetensors"))
     if not files:

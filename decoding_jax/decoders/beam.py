@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import reorder_candidates
-from decoding_jax.masks import chain_mask
+from decoding_jax.masks import causal_mask
 from decoding_jax.rows import Context, prefill, start_rows
 from decoding_jax.sampling import process_logits
 from decoding_jax.stops import NOT_ENDED, ending
@@ -156,7 +156,7 @@ class Beam:
         inputs = Inputs(
             tokens=jnp.take_along_axis(flat.tokens, positions, axis=1),
             positions=positions,
-            mask=chain_mask(positions, size),
+            mask=causal_mask(positions, size),
             slots=jnp.where(done[:, None], size, positions),
         )
         out = ctx.apply(inputs, state.cache)
@@ -229,9 +229,11 @@ class Beam:
 
     def finalize(self, ctx: Context, state: BeamState) -> DecodeOutput:
         """The best hypothesis of each row, and the n best as candidates (on the host)."""
-        best, start, limits, calls = jax.device_get(
-            (_best(ctx, state.finished, self.n_best), ctx.prompt_lengths, ctx.limits, state.model_calls)
+        finished, start, limits, calls = jax.device_get(
+            (state.finished, ctx.prompt_lengths, ctx.limits, state.model_calls)
         )
+        order = np.argsort(-finished.total, axis=1, kind="stable")[:, : self.n_best]
+        best = jax.tree.map(lambda leaf: np.stack([row[at] for row, at in zip(leaf, order, strict=True)]), finished)
         found = np.isfinite(best.total)
         lengths = np.where(found, best.length - start[:, None], 0)
         at = np.arange(max(int((limits - start).max()), 0))

@@ -22,7 +22,7 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import compact_path, read_slots
-from decoding_jax.masks import ancestors, chain_mask, tree_mask
+from decoding_jax.masks import ancestors, causal_mask, tree_mask
 from decoding_jax.rows import Context, Rows, prefill, start_rows
 from decoding_jax.types import FINISH_REASONS, Array, Cache, DecodeOutput, Inputs, PyTree, Stats
 from decoding_jax.verify import Nodes, coupled
@@ -51,13 +51,13 @@ class Accepted:
     """What a round brought, for methods that learn from it.
 
     Attributes:
-      count: i32[B], emitted tokens; they are rows.tokens[length - count : length].
+      emitted: i32[B], how many tokens; they are rows.tokens[length - emitted : length].
       accepted: i32[B], those of them that had been proposed.
       hidden: [B, depth + 1, D], the features that each emitted token was drawn from.
       taps: the inner layers' outputs at the same places.
     """
 
-    count: Array
+    emitted: Array
     accepted: Array
     hidden: Array
     taps: tuple[Array, ...]
@@ -70,7 +70,7 @@ class StepRecord:
     proposed: Array
     verifiable: Array
     accepted: Array
-    count: Array
+    emitted: Array
 
 
 @struct.dataclass
@@ -161,7 +161,7 @@ class Prefix:
             model_calls=state.model_calls + (~rows.done).astype(jnp.int32),
             drafted=state.drafted + verifiable.sum(axis=1, dtype=jnp.int32),
             accepted=state.accepted + result.accepted,
-            record=StepRecord(draft.tokens, verifiable, result.accepted, result.count),
+            record=StepRecord(draft.tokens, verifiable, result.accepted, result.emitted),
         )
         return dataclasses.replace(state, carry=self.observe(ctx, state, draft, result))
 
@@ -207,7 +207,7 @@ def _score(
     inputs = Inputs(
         tokens=nodes.tokens,
         positions=positions,
-        mask=(chain_mask(positions, capacity) if reach is None else tree_mask(root, reach[:, :size, :size], capacity)),
+        mask=(causal_mask(positions, capacity) if reach is None else tree_mask(root, reach[:, :size, :size], capacity)),
         slots=jnp.where(kept, root[:, None] + jnp.arange(size)[None], capacity),
     )
     out = ctx.apply(inputs, state.cache)

@@ -6,6 +6,7 @@ A module is split once into its structure (static, hashed by value) and its para
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -18,6 +19,12 @@ from decoding_jax.models.transformer import Transformer, TransformerConfig, View
 from decoding_jax.types import Array, Cache, Features, Inputs, Model, PyTree
 
 
+def full_precision(params: PyTree) -> contextlib.AbstractContextManager[Any]:
+    """Float32 params are multiplied in float32: by default a GPU may use TF32 and a TPU bfloat16."""
+    exact = jax.tree.leaves(params)[0].dtype == jnp.float32
+    return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
+
+
 @dataclasses.dataclass(frozen=True)
 class ModuleApply:
     """`apply` of a module with the call signature (inputs, cache, view) -> Features."""
@@ -26,7 +33,8 @@ class ModuleApply:
     selection: View = dataclasses.field(default_factory=View)
 
     def __call__(self, params: PyTree, inputs: Inputs, cache: Any) -> Features:
-        return nnx.merge(self.graphdef, params)(inputs, cache, self.selection)
+        with full_precision(params):
+            return nnx.merge(self.graphdef, params)(inputs, cache, self.selection)
 
     def view(self, taps: tuple[int, ...], start: int, stop: int | None, skip: tuple[int, ...]) -> ModuleApply:
         return dataclasses.replace(self, selection=View(taps, start, stop, skip))
@@ -39,11 +47,12 @@ class ModuleReadout:
     graphdef: Any
 
     def __call__(self, params: PyTree, hidden: Array) -> Array:
-        return nnx.merge(self.graphdef, params).readout(hidden)
+        with full_precision(params):
+            return nnx.merge(self.graphdef, params).readout(hidden)
 
 
 @dataclasses.dataclass(frozen=True)
-class TransformerCache:
+class TransformerInitCache:
     """`init_cache` of a Transformer, equal for equal configs."""
 
     config: TransformerConfig
@@ -67,7 +76,7 @@ def transformer_model(config: TransformerConfig, params: PyTree, **fields: Any) 
         apply=ModuleApply(graphdef),
         params=params,
         vocab_size=config.vocab_size,
-        init_cache=TransformerCache(config, jnp.dtype(dtype)),
+        init_cache=TransformerInitCache(config, jnp.dtype(dtype)),
         readout=ModuleReadout(graphdef),
         config=config,
         max_length=config.max_length,

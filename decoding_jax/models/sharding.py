@@ -7,7 +7,8 @@ from collections.abc import Callable
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 # The axis that is split over devices: the output features of what reads the residual stream, the
-# input features of what writes to it, so that each layer needs one sum over devices per half.
+# input features of what writes to it. Fused kernels are split as they lie; where a part ends inside a
+# head, XLA moves activations.
 _COLUMNS = ("qkv/kernel", "gate_up/kernel", "head/kernel")
 _ROWS = ("out/kernel", "down/kernel")
 
