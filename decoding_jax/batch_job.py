@@ -370,7 +370,7 @@ def start_folder(
     digest = hashlib.sha256()
     for row in rows:
         digest.update(json.dumps([row.number, row.id, row.prompt.tolist()]).encode())
-    plan = plan | {"rows_sha256": digest.hexdigest()}
+    plan = plan | {"token_ids_sha256": digest.hexdigest()}
     try:
         check_folder(folder, plan)
     except ValueError:

@@ -37,7 +37,7 @@ def make_decoder(name: str, settings: Mapping[str, Any]) -> Decoder:
     """The decoder called `name`, a key of `DECODERS`, with its settings.
 
     >>> make_decoder("prompt_lookup", {"num_draft": 4})
-    PromptLookup(num_draft=4, max_ngram=3, min_ngram=1)
+    PromptLookup(num_draft=4, max_ngram=3, min_ngram=1, weak_draft=2)
 
     Raises:
       ValueError: no such decoder or setting, or a value that the decoder refuses.

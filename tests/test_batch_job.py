@@ -425,16 +425,22 @@ def test_moved_input_is_the_same_job(whole: tuple[Path, dict[str, bytes]], tmp_p
 
 def test_parts_without_plan_or_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     """Parts that nobody can vouch for are not taken for this job's."""
-    source, out = write_lines(tmp_path / "in", GOOD), tmp_path / "out"
-    run_all(source, out)
-    extra = out / "part-00009-of-00010.jsonl"
-    extra.write_text("")
-    with pytest.raises(ValueError, match="different: the model's tokenizer"):
-        run_all(source, out)
-    extra.unlink()
+    source, out = write_lines(tmp_path / "in", [{"id": 1, "prompt": "ab"}]), tmp_path / "out"
+    model = dataclasses.replace(MODEL, tokenizer=byte_tokenizer())
+    run_all(source, out, model=model)
+
+    class Other:
+        def __init__(self) -> None:
+            self.token_bytes, self.decode = model.tokenizer.token_bytes, model.tokenizer.decode
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            return model.tokenizer.encode(text)[::-1]
+
+    with pytest.raises(ValueError, match="different: token_ids_sha256"):
+        run_all(source, out, model=dataclasses.replace(model, tokenizer=Other()))
     (out / "plan.json").unlink()
     with pytest.raises(ValueError, match=r"no readable plan\.json"):
-        run_all(source, out)
+        run_all(source, out, model=model)
 
 
 def test_folder_in_use_or_unwritable_is_refused(tmp_path: Path) -> None:
