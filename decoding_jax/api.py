@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import dataclasses
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,7 +19,7 @@ from decoding_jax.masks import causal_mask
 from decoding_jax.prepare import Call, Prompts, encode_prompt, encode_prompts, prepare
 from decoding_jax.rows import Context
 from decoding_jax.sampling import Sampling
-from decoding_jax.stops import NOT_ENDED, Stop
+from decoding_jax.stops import NOT_ENDED, Automaton, Stop
 from decoding_jax.types import FINISH_REASONS, Array, DecodeOutput, Inputs, Model, Trace, TraceStep
 
 
@@ -125,8 +126,7 @@ def _bytes_of(model: Model, tokens: Iterable[int]) -> bytes:
 def _text_of(model: Model, call: Call, tokens: np.ndarray) -> str:
     data = _bytes_of(model, tokens)
     if call.automaton is not None:
-        cut, _ = call.automaton.scan(data)
-        data = data if cut is None else data[:cut]
+        data = call.automaton.cut(data)
     return data.decode("utf-8", errors="replace")
 
 
@@ -173,22 +173,25 @@ class StreamChunk:
     finish_reason: str | None
 
 
-def _settled(data: bytes, call: Call, final: bool) -> bytes:
-    """The bytes that no further token can take back."""
-    cut, held = call.automaton.scan(data) if call.automaton is not None else (None, 0)
-    if cut is not None:
-        return data[:cut]
-    if final:
-        return data
-    data = data[: len(data) - held]
-    for back in range(1, min(4, len(data) + 1)):  # an incomplete character at the end
-        byte = data[-back]
-        if byte >= 0xC0:
-            needed = 2 + (byte >= 0xE0) + (byte >= 0xF0)
-            return data[:-back] if needed > back else data
-        if byte < 0x80:
-            break
-    return data
+class _RowText:
+    """The text of one row's bytes as they come: what may become a stop string or a character is held back."""
+
+    def __init__(self, automaton: Automaton | None):
+        self.automaton, self.state, self.held = automaton, 0, b""
+        self.characters = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def feed(self, data: bytes, final: bool) -> str:
+        """The text that no later byte can take back; all of it when the row is final."""
+        if self.automaton is None:
+            return self.characters.decode(data, final)
+        self.state, end = self.automaton.feed(self.state, data)
+        whole = self.held + data
+        if end is not None:
+            keep = len(self.held) + end - int(self.automaton.match[self.state])
+        else:
+            keep = len(whole) - (0 if final else int(self.automaton.depth[self.state]))
+        self.held = whole[keep:]
+        return self.characters.decode(whole[:keep], final)
 
 
 def stream(
@@ -216,7 +219,7 @@ def stream(
 def _stream(model: Model, call: Call, decoder: Decoder) -> Iterator[StreamChunk]:
     state = start(decoder, call.ctx)
     seen = np.asarray(call.ctx.prompt_lengths).copy()
-    data, sent = [b""] * call.batch, [0] * call.batch
+    texts = [_RowText(call.automaton) for _ in range(call.batch)]
     closed = [False] * call.batch
     while not all(closed):
         rows = state.rows
@@ -228,10 +231,7 @@ def _stream(model: Model, call: Call, decoder: Decoder) -> Iterator[StreamChunk]
                 continue
             seen[row], closed[row], text = length[row], final, ""
             if model.tokenizer is not None:
-                data[row] += _bytes_of(model, new)
-                settled = _settled(data[row], call, final)
-                text = settled[sent[row] :].decode("utf-8", errors="replace")
-                sent[row] = max(len(settled), sent[row])
+                text = texts[row].feed(_bytes_of(model, new), final)
             yield StreamChunk(row, new, text, FINISH_REASONS[reason[row]] if final else None)
         if not all(closed):
             state = run(decoder, call.ctx, state, jnp.int32(1))

@@ -70,14 +70,18 @@ class Automaton:
                 queue.append((child, int(self.next[fallback, byte])))
                 self.next[state, byte] = child
 
-    def scan(self, text: bytes) -> tuple[int | None, int]:
-        """Where the first completed match starts (None: nowhere), and how many last bytes may become one."""
-        state = 0
-        for at, byte in enumerate(text, start=1):
+    def feed(self, state: int, data: bytes) -> tuple[int, int | None]:
+        """Reads more bytes: the new state, and where in them the first match ends (None: nowhere)."""
+        for at, byte in enumerate(data, start=1):
             state = int(self.next[state, byte])
             if self.match[state]:
-                return at - int(self.match[state]), 0
-        return None, int(self.depth[state])
+                return state, at
+        return state, None
+
+    def cut(self, text: bytes) -> bytes:
+        """The text before the first completed match."""
+        state, end = self.feed(0, text)
+        return text if end is None else text[: end - int(self.match[state])]
 
 
 @struct.dataclass

@@ -16,6 +16,7 @@ from command import run, say
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
+from decoding_jax.prepare import prepare
 from decoding_jax.registry import DECODERS, make_decoder
 
 # Beam search has nothing to stream: it may change its mind until the end.
@@ -33,11 +34,10 @@ SEED = flags.DEFINE_integer("seed", 0, "Of all randomness.", lower_bound=0)
 NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 256, "The longest reply, in tokens.", lower_bound=1)
 
 
-def reply(model: dj.Model, decoder: dj.Decoder, messages: list[dict[str, str]], turn: int) -> str:
+def reply(
+    model: dj.Model, decoder: dj.Decoder, sampling: dj.Sampling, messages: list[dict[str, str]], turn: int
+) -> str:
     """Streams one reply to the screen and returns it; Ctrl-C ends it early."""
-    sampling = dj.Sampling(
-        temperature=TEMPERATURE.value, top_p=TOP_P.value, repetition_penalty=REPETITION_PENALTY.value
-    )
     said, tokens, began = "", 0, time.perf_counter()
     try:
         for chunk in dj.stream(
@@ -58,7 +58,7 @@ def reply(model: dj.Model, decoder: dj.Decoder, messages: list[dict[str, str]], 
     return said
 
 
-def conversation(model: dj.Model, decoder: dj.Decoder) -> None:
+def conversation(model: dj.Model, decoder: dj.Decoder, sampling: dj.Sampling) -> None:
     """Reads lines and answers them until the input ends."""
     start = [{"role": "system", "content": SYSTEM.value}] if SYSTEM.value else []
     messages, turn, blank = list(start), 0, False
@@ -81,7 +81,7 @@ def conversation(model: dj.Model, decoder: dj.Decoder) -> None:
             continue
         messages.append({"role": "user", "content": line})
         try:
-            messages.append({"role": "assistant", "content": reply(model, decoder, messages, turn)})
+            messages.append({"role": "assistant", "content": reply(model, decoder, sampling, messages, turn)})
         except ValueError as error:  # a conversation that outgrew the context, say
             messages.pop()
             say(f"{error}; /new starts another conversation")
@@ -94,7 +94,12 @@ def main() -> None:
     model = dj.load(MODEL.value)
     if model.tokenizer is None or model.tokenizer.chat_template is None:
         raise ValueError(f"model={MODEL.value!r} has no chat template; chat needs an instruction-tuned model")
-    conversation(model, make_decoder(DECODER.value, {}))
+    sampling = dj.Sampling(
+        temperature=TEMPERATURE.value, top_p=TOP_P.value, repetition_penalty=REPETITION_PENALTY.value
+    )
+    # Settings that cannot be meant are refused here, not in every reply.
+    prepare(model, [0], NEW_TOKENS.value, sampling, dj.Stop(), SEED.value, None, None)
+    conversation(model, make_decoder(DECODER.value, {}), sampling)
 
 
 if __name__ == "__main__":

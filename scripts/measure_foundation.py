@@ -111,6 +111,11 @@ def decode_rounds(model: dj.Model, ids: list[int], decoder: dj.Decoder) -> tuple
     return out.tokens[0, : out.lengths[0]].tolist(), int(out.stats.model_calls[0]), took
 
 
+def buffer_size(model: dj.Model, ids: list[int]) -> int:
+    """The cache slots that a decode of this prompt has."""
+    return prepare(model, ids, NEW_TOKENS, Sampling(), Stop(), 0, None, None).ctx.prompts.shape[1]
+
+
 def copy_bandwidth() -> float:
     """Bytes read and written per second by a copy of half a gigabyte on all cores, the best of several."""
     source = np.ones(2**27, np.float32)
@@ -129,7 +134,7 @@ def measure_steps() -> None:
     """Step time over the time that reading the params takes, and the decoder's own share."""
     model = dj.load(MODEL)
     ids = model.tokenizer.encode("The capital of France is")
-    stepper = Stepper(model, 256)
+    stepper = Stepper(model, buffer_size(model, ids))
     decode_rounds(model, ids, dj.Autoregressive())
     plain, ours, copies = [], [], []
     for _ in range(7):
@@ -164,8 +169,7 @@ def measure_lookup() -> None:
     for text in texts:
         prompt = model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
         ids = model.tokenizer.encode(prompt, add_special_tokens=False)
-        capacity = prepare(model, ids, NEW_TOKENS, Sampling(), Stop(), 0, None, None).ctx.prompts.shape[1]
-        stepper = Stepper(model, capacity)
+        stepper = Stepper(model, buffer_size(model, ids))
         for decoder in (dj.Autoregressive(), lookup):  # compiles what this length needs
             decode_rounds(model, ids, decoder)
         plain, _, plain_seconds = decode_rounds(model, ids, dj.Autoregressive())

@@ -76,7 +76,7 @@ def hypotheses(
 @pytest.mark.parametrize("length_penalty", [0.0, 1.0, -0.5, 2.0])
 @pytest.mark.parametrize("name", list(SETTINGS))
 def test_a_wide_beam_finds_the_best_of_all(name: str, length_penalty: float) -> None:
-    """Law 9, B4, B15: the n best of every sequence, in order, with the score, reason and text of each."""
+    """Law 9: the n best of every sequence, in order, with the score, reason and text of each."""
     settings, eos, strings = SETTINGS[name]
     settings = {**settings, "forbidden": FORBIDDEN}
     out = dj.decode(
@@ -161,7 +161,7 @@ def plain_beam(
 @pytest.mark.parametrize("eos", [(), (1,), (1, 4), (0, 1, 4, 5)])
 @pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, -0.5])
 def test_rows_stop_one_by_one(length_penalty: float, eos: tuple[int, ...]) -> None:
-    """B1, B4: each row of a batch is searched as if alone, and stops when it alone cannot improve."""
+    """Each row of a batch is searched as if alone, and stops when it alone cannot improve."""
     out = dj.decode(
         NARROW.with_eos(*eos),
         NARROW_PROMPTS,
@@ -179,7 +179,7 @@ def test_rows_stop_one_by_one(length_penalty: float, eos: tuple[int, ...]) -> No
 
 
 def test_rows_do_stop_at_different_steps() -> None:
-    """B1: the test above is not vacuous, some rows are settled while others go on."""
+    """The test above is not vacuous, some rows are settled while others go on."""
     steps = {plain_beam(NARROW.logits_of, p, BUDGET, (1, 4), 0.0)[1] for p in NARROW_PROMPTS}
     assert len(steps) > 1 and max(steps) > min(steps) + 1
 

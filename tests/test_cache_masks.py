@@ -27,7 +27,7 @@ EMPTY = jnp.arange(1, 9)[None]  # one row of eight slots
     ],
 )
 def test_writes_past_the_end_are_dropped(slots: list[int], want: list[int]) -> None:
-    """B6: a block that reaches past the end loses its tail; nothing moves back over what is there."""
+    """A block that reaches past the end loses its tail; nothing moves back over what is there."""
     values = jnp.arange(70, 70 + len(slots))[None]
     assert write_slots(EMPTY, jnp.asarray([slots]), values)[0].tolist() == want
 

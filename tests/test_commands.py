@@ -56,6 +56,7 @@ def test_help_reads_well(name: str) -> None:
         ("chat", ["--no_such_flag"], "no_such_flag"),
         ("chat", ["--model=nowhere"], "model='nowhere': no such folder or file"),
         ("chat", ["--decoder=beam"], "decoder"),
+        ("chat", ["--top_p=0"], "sampling.top_p=0"),
         ("quickstart", ["--max_new_tokens=0"], "max_new_tokens"),
         ("quickstart", ["--model=nowhere"], "model='nowhere': no such folder or file"),
         ("convert_checkpoint", ["--output=x"], "input"),

@@ -1,5 +1,17 @@
 """The laws that every decoder obeys, each over every decoder it applies to.
 
+     1  At temperature 0 a lossless method gives the greedy tokens exactly, for every draft length, batch, ragged
+        prompt, end-of-sequence place and budget.
+     2  At temperature > 0 it follows the target's law, with every processor switched on (exact enumeration).
+     3  With coupled acceptance its tokens equal Autoregressive's with the same seed, at any temperature.
+     4  A draft equal to the target is accepted every time; a hostile one still gains a token a step.
+     5  A row decoded in a batch equals the row alone; padding, order and devices change nothing.
+     6  All steps in one call, one step per call and a traced decode give the same.
+     7  Prompts never change, nothing is written past a row's end, the loop is bounded.
+     8  Limits agree: no draft, one draft, a draft longer than the budget.
+     9  What is clever agrees with a brute-force version written plainly (here and in the modules' own tests).
+    10  One program: a `while`, no callback, nothing transferred inside; it lowers for cpu, cuda and tpu.
+
 A decoder that is added gets a row in DECODERS; what does not draft is `plain`, what knows the target's next
 token is `oracle`. Compiling is most of the time, so tests share models and shapes.
 """
@@ -93,7 +105,7 @@ def test_greedy_is_exact(toy: str, decoder: Any, k: int) -> None:
 
 @pytest.mark.parametrize(("batch", "decoder"), [(1, LOOKUP), (1, TREE), (2, LOOKUP), (3, LEAN_TREE)])
 def test_greedy_is_exact_in_any_batch(batch: int, decoder: Any) -> None:
-    """Law 1, B15: ragged rollback; rows that accept all, some and none do not disturb each other."""
+    """Law 1: ragged rollback; rows that accept all, some and none do not disturb each other."""
     for first in range(0, 4, batch):
         check_greedy(HISTORY, (PROMPTS * 2)[first : first + batch], decoder, BUDGET, eos=(4,))
 
@@ -104,13 +116,13 @@ def test_greedy_is_exact_in_any_batch(batch: int, decoder: Any) -> None:
     ids=["lookup", "tree", "oracle", "lookup that repeats"],
 )
 def test_end_of_sequence_ends_a_row_wherever_it_is_accepted(toy: str, decoder: Any) -> None:
-    """Law 1, B1: an EOS inside an accepted block ends the row there; every single and double id set (B4)."""
+    """Law 1: an EOS inside an accepted block ends the row there; every single and double id set."""
     for eos in [(i,) for i in range(5)] + [(1, 3), (0, 4), (2, 3, 4)]:
         check_greedy(TOYS[toy], PROMPTS, decoder, BUDGET, eos)
 
 
 def test_end_of_sequence_is_met_at_every_place_of_an_accepted_block() -> None:
-    """B1: the test above meets EOS as each of the 5 tokens of the oracle's first block: no gap is left."""
+    """The test above meets EOS as each of the 5 tokens of the oracle's first block: no gap is left."""
     places = set()
     for prompt in PROMPTS:
         tokens = zoo.greedy(HISTORY.logits_of, prompt, BUDGET)
@@ -120,7 +132,7 @@ def test_end_of_sequence_is_met_at_every_place_of_an_accepted_block() -> None:
 
 @pairs(DRAFTING)
 def test_greedy_obeys_processors(decoder: Any) -> None:
-    """Law 1, B15 (processors): penalties see exactly the accepted prefix at every node of the draft."""
+    """Law 1: penalties see exactly the accepted prefix at every node of the draft."""
     settings = {
         "repetition_penalty": 1.5,
         "presence_penalty": 0.4,
@@ -193,7 +205,7 @@ def check_law(rows: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) ->
 @pytest.mark.parametrize("setting", list(PROCESSORS))
 @pytest.mark.parametrize("decoder", [PLAIN, LOOKUP, LEAN_TREE], ids=["plain", "lookup", "tree"])
 def test_samples_follow_the_enumerated_law(decoder: Any, setting: str) -> None:
-    """Law 2, B2, B14: each processor alone and all together; rows of one prompt are independent draws."""
+    """Law 2: each processor alone and all together; rows of one prompt are independent draws."""
     settings = {"temperature": 1.0, **PROCESSORS[setting]}
     prompt = [1, 2, 1]
     law = zoo.law_of_output(LAW_TOY.logits_of, prompt, 3, settings, LAW_TOY.model.eos_ids)
@@ -233,7 +245,7 @@ def test_coupled_tokens_are_those_of_plain_decoding(decoder: Any, temperature: f
 
 
 def test_rows_may_differ_in_every_setting() -> None:
-    """Law 3, B10: each row keeps its own parameters; a greedy row among sampled ones stays greedy."""
+    """Law 3: each row keeps its own parameters; a greedy row among sampled ones stays greedy."""
     sampling = dj.Sampling(
         temperature=[0.0, 0.7, 1.3, 1.0],
         top_k=[0, 2, 0, 3],
@@ -262,7 +274,7 @@ def test_rows_may_differ_in_every_setting() -> None:
 # ---------------------------------------------------------------------- law 4
 @pytest.mark.parametrize("sampling", [dj.Sampling(), EVERYTHING], ids=["greedy", "everything"])
 def test_a_draft_equal_to_the_target_is_always_accepted(sampling: dj.Sampling) -> None:
-    """Law 4, B8: acceptance stays 100% round after round, so both caches index the same prefix."""
+    """Law 4: acceptance stays 100% round after round, so both caches index the same prefix."""
     out = dj.decode(HISTORY.model, PROMPTS, ORACLE, max_new_tokens=BUDGET, sampling=sampling)
     assert out.stats.model_calls.tolist() == [3] * 4  # 5 + 5 + 2 tokens
     assert out.stats.drafted.tolist() == [4 + 4 + 2] * 4
@@ -279,7 +291,7 @@ def test_accepted_counts_the_draft_that_ends_a_row() -> None:
 
 @pytest.mark.parametrize("sampling", [dj.Sampling(), EVERYTHING], ids=["greedy", "everything"])
 def test_a_hostile_draft_gains_one_token_a_step(sampling: dj.Sampling) -> None:
-    """Law 4, B11: nothing wrong is accepted, and every call of the model still emits a token."""
+    """Law 4: nothing wrong is accepted, and every call of the model still emits a token."""
     out = dj.decode(HISTORY.model, PROMPTS, HOSTILE, max_new_tokens=BUDGET, sampling=sampling)
     assert out.stats.accepted.sum() == 0
     assert out.stats.model_calls.tolist() == out.stats.tokens.tolist() == [BUDGET] * 4
@@ -287,7 +299,7 @@ def test_a_hostile_draft_gains_one_token_a_step(sampling: dj.Sampling) -> None:
 
 @pytest.mark.parametrize("eos", [(), (4,)], ids=["full", "eos"])
 def test_caches_and_features_follow_the_accepted_path(eos: tuple[int, ...]) -> None:
-    """B8, B9: after every round the cache holds the committed prefix, and `observe` gets its features."""
+    """After every round the cache holds the committed prefix, and `observe` gets its features."""
     for temperature in (0.0, 1.0):
         ctx, state = zoo.final_state(
             HISTORY.with_eos(*eos),
@@ -347,7 +359,7 @@ def test_the_order_of_a_batch_changes_nothing(decoder: Any) -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    """Law 5, B12: a long batch mate moves everyone into larger buffers and more prefill chunks, no token."""
+    """Law 5: a long batch mate moves everyone into larger buffers and more prefill chunks, no token."""
     call = functools.partial(dj.decode, HISTORY.with_eos(4), decoder=PLAIN, max_new_tokens=BUDGET, sampling=EVERYTHING)
     long = np.random.default_rng(0).integers(0, 5, size=200).tolist()
     padded, tight = call([*PROMPTS[:3], long]), call(PROMPTS)
@@ -366,7 +378,7 @@ MESH_PROMPTS = [*PROMPTS, [4], [0, 1], [3, 2, 1]]  # seven rows: one device hold
 
 
 def test_eight_devices_change_nothing(mesh: jax.sharding.Mesh) -> None:
-    """Law 5, B10: split over devices, rows keep their tokens and their own parameters."""
+    """Law 5: split over devices, rows keep their tokens and their own parameters."""
     sampling = dataclasses.replace(EVERYTHING, temperature=[0.0, 0.7, 1.3, 1.0, 0.0, 0.5, 2.0])
     model = HISTORY.with_eos(4)
     split = dj.decode(model, MESH_PROMPTS, TREE, max_new_tokens=BUDGET, sampling=sampling, mesh=mesh)
@@ -452,7 +464,7 @@ def test_a_stream_without_a_budget_says_so() -> None:
 # ---------------------------------------------------------------------- law 7
 @pairs(DECODERS)
 def test_prompts_stay_and_the_loop_is_bounded(decoder: Any) -> None:
-    """Law 7, B9: prompts stay, nothing is written past a row's end, every call emits a token."""
+    """Law 7: prompts stay, nothing is written past a row's end, every call emits a token."""
     ctx, state = zoo.final_state(HISTORY.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
     tokens, length = np.asarray(state.rows.tokens), np.asarray(state.rows.length)
     assert bool(state.done.all()) and (length <= np.asarray(ctx.limits)).all()
@@ -467,7 +479,7 @@ def test_prompts_stay_and_the_loop_is_bounded(decoder: Any) -> None:
 @pytest.mark.parametrize("full", [64 - 7], ids=["to the last slot"])
 @pairs({"lookup": LOOKUP, "tree": TREE, "oracle": ORACLE})
 def test_a_row_may_fill_its_buffer(decoder: Any, full: int) -> None:
-    """B6: prompt and budget fill the buffer of 64; drafts that reach past the end overwrite nothing."""
+    """Prompt and budget fill the buffer of 64; drafts that reach past the end overwrite nothing."""
     check_greedy(HISTORY, PROMPTS, decoder, full, eos=())
 
 
@@ -497,17 +509,17 @@ def program(decoder: Prefix) -> tuple[Any, ...]:
     return decoder, call.ctx, start(decoder, call.ctx), jnp.int32(1)
 
 
-LOOPS = {name: DECODERS[name] for name in ("plain", "lookup", "tree")}
+LOOPS = {name: DECODERS[name] for name in ("plain", "lookup", "tree")} | {"beam": dj.Beam(num_beams=3)}
 
 
 @pairs(LOOPS)
 def test_a_decode_is_one_program(decoder: Any) -> None:
-    """Law 10, B16: one `while`, no callback or transfer inside, and no params in what the loop carries."""
+    """Law 10: one `while`, no callback or transfer inside, and no params in what the loop carries."""
     closed = jax.make_jaxpr(run)(*program(decoder))
     (call,) = closed.jaxpr.eqns
     (loop,) = [e for e in call.params["jaxpr"].jaxpr.eqns if e.primitive.name == "while"]
     names = {e.primitive.name for e in equations(closed.jaxpr)}
-    assert "scan" in names  # the walk does look inside
+    assert names & {"scan", "top_k"}  # the search for names does look inside
     assert not [n for n in names if any(bad in n for bad in ("callback", "infeed", "outfeed", "device_put"))]
     params = HISTORY.model.params.shape
     assert params in [v.aval.shape for v in loop.invars]

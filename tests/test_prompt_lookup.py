@@ -27,7 +27,7 @@ def plain_search(row: list[int], max_ngram: int, min_ngram: int) -> int:
 
 @pytest.mark.parametrize(("max_ngram", "min_ngram"), [(1, 1), (3, 1), (3, 2), (5, 3)])
 def test_lookup_finds_what_a_search_finds(max_ngram: int, min_ngram: int) -> None:
-    """Law 9, B16: rows of every length; what stands behind the end of a row is never matched or copied from."""
+    """Law 9: rows of every length; what stands behind the end of a row is never matched or copied from."""
     rng = np.random.default_rng(max_ngram)
     for _ in range(200):
         buffer = rng.integers(0, 3, size=SIZE)
@@ -53,7 +53,7 @@ def test_lookup_finds_what_a_search_finds(max_ngram: int, min_ngram: int) -> Non
     ids=["short", "none", "overlap", "period", "weak", "latest", "longest", "zeros"],
 )
 def test_what_is_proposed(row: list[int], want: list[int]) -> None:
-    """B16: a row shorter than the n-gram, no match, a match at the tail and a continuation shorter than K."""
+    """A row shorter than the n-gram, no match, a match at the tail and a continuation shorter than K."""
     decoder = dj.PromptLookup(num_draft=4)
     ctx = prepare(zoo.bigram(10).model, [row], 8, dj.Sampling(), dj.Stop(), 0, None, None).ctx
     draft, _ = decoder.propose(ctx, decoder.init(ctx))
@@ -61,7 +61,7 @@ def test_what_is_proposed(row: list[int], want: list[int]) -> None:
 
 
 def test_a_match_without_any_end_of_sequence_runs() -> None:
-    """B16: no EOS is configured and the prompt repeats itself; a cycle is drafted whole and accepted whole."""
+    """No EOS is configured and the prompt repeats itself; a cycle is drafted whole and accepted whole."""
     cycle = np.eye(4, k=1, dtype=np.float32) * 9
     cycle[3, 0] = 9
     model = zoo.table_model(cycle).model
@@ -71,7 +71,7 @@ def test_a_match_without_any_end_of_sequence_runs() -> None:
 
 
 def test_calls_share_nothing() -> None:
-    """B21: what one call has copied does not change the next one."""
+    """What one call has copied does not change the next one."""
     model, decoder = zoo.bigram(4, seed=1).model, dj.PromptLookup(num_draft=4)
     first = dj.decode(model, [[0, 1, 0, 1]], decoder, max_new_tokens=6)
     dj.decode(model, [[2, 3, 2, 2]], decoder, max_new_tokens=6)

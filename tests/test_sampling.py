@@ -143,7 +143,7 @@ LENGTH = np.array([1, 4, 3, 9, 10, 8])  # two rows without output; what stands b
 
 @pytest.mark.parametrize("name", list(PENALTIES))
 def test_processors_give_the_documented_logits(name: str) -> None:
-    """Stages 1 to 5, B15: repetition counts the prompt, presence and frequency only the output up to `length`."""
+    """Stages 1 to 5: repetition counts the prompt, presence and frequency only the output up to `length`."""
     ends = (3, 5)
     settings = both(BATCH, ends, PENALTIES[name])
     mask = jnp.zeros(V, bool).at[jnp.asarray(ends)].set(True)
@@ -200,7 +200,7 @@ def test_noise_is_gumbel_noise() -> None:
 
 
 def test_near_equal_bfloat16_logits_are_drawn_fairly() -> None:
-    """B8: bf16 logits a hair apart: draws follow softmax in float32, not a coarse grid that favours low ids."""
+    """Bf16 logits a hair apart: draws follow softmax in float32, not a coarse grid that favours low ids."""
     vocab, rows = 256, 16384
     exact = (1 + np.arange(vocab) % 3 * 2.0**-7).astype(np.float32)
     table = jnp.broadcast_to(jnp.asarray(exact, jnp.bfloat16), (vocab, vocab))

@@ -40,16 +40,21 @@ def test_the_automaton_finds_what_a_search_finds(seed: int) -> None:
     automaton = Automaton(patterns)
     for _ in range(20):
         text = letters(rng.integers(0, 14))
-        start, held = automaton.scan(text)
+        at = int(rng.integers(0, len(text) + 1))  # in two pieces, as tokens come
+        state, end = automaton.feed(0, text[:at])
+        if end is None:
+            state, end = automaton.feed(state, text[at:])
+            end = None if end is None else at + end
         match = first_match(text, patterns)
-        assert start == (None if match is None else match[0])
-        assert held == (0 if match else held_back(text, patterns))
+        assert end == (None if match is None else match[1])
+        assert automaton.cut(text) == (text if match is None else text[: match[0]])
+        assert match or automaton.depth[state] == held_back(text, patterns)
 
 
 def test_a_pattern_inside_another_ends_the_search_first() -> None:
     """`bcd` is complete before `abcde`, so it counts; of two that end together the longer one does."""
-    assert Automaton([b"abcde", b"bcd"]).scan(b"xabcde") == (2, 0)
-    assert Automaton([b"cd", b"abcd"]).scan(b"xabcd") == (1, 0)
+    assert Automaton([b"abcde", b"bcd"]).cut(b"xabcde") == b"xa"
+    assert Automaton([b"cd", b"abcd"]).cut(b"xabcd") == b"x"
 
 
 # Tokens of several bytes, halves of characters, an unused end of the table, and two special tokens.
@@ -115,7 +120,7 @@ def endless(seed: int) -> dj.DecodeOutput:
 @pytest.mark.parametrize("name", list(STOPS))
 @pytest.mark.parametrize("decoder", list(DECODERS.values()), ids=list(DECODERS))
 def test_text_ids_and_log_probs_are_cut_alike(decoder: Any, name: str) -> None:
-    """B1, B11: the row ends with the token that completes a stop, also inside an accepted block; the text before it."""
+    """The row ends with the token that completes a stop, also inside an accepted block; the text before it."""
     strings, ids = STOPS[name]
     for seed in range(6):
         out = dj.decode(
@@ -141,7 +146,7 @@ def test_text_ids_and_log_probs_are_cut_alike(decoder: Any, name: str) -> None:
 
 @pytest.mark.parametrize("decoder", list(DECODERS.values()), ids=list(DECODERS))
 def test_streamed_text_is_never_taken_back(decoder: Any) -> None:
-    """Law 6, B11: the chunks' texts add up to the text, each is final, and a half character is never shown."""
+    """Law 6: the chunks' texts add up to the text, each is final, and a half character is never shown."""
     strings, ids = STOPS["characters"]
     strings = [*strings, "abab"]
     arguments: Any = {"max_new_tokens": BUDGET, "sampling": dj.Sampling(temperature=1.0)}

@@ -75,7 +75,7 @@ def cached(model: dj.Model, tokens: np.ndarray, order: np.ndarray, chunk: int) -
 
 @pytest.mark.parametrize("variant", list(VARIANTS))
 def test_steps_with_a_cache_equal_the_whole_sequence(variant: str) -> None:
-    """B5: one position a call over a cache gives the full causal logits, in every variant (a window included)."""
+    """One position a call over a cache gives the full causal logits, in every variant (a window included)."""
     model = model_of(variant)
     want = full(model, TOKENS, POSITIONS, CAUSAL)
     np.testing.assert_allclose(cached(model, TOKENS, np.arange(T), 1), want, atol=2e-4)
@@ -85,7 +85,7 @@ def test_steps_with_a_cache_equal_the_whole_sequence(variant: str) -> None:
 
 @pytest.mark.parametrize("variant", ["grouped", "window"])
 def test_slots_and_chunks_do_not_matter(variant: str) -> None:
-    """B5: positions may lie in any slots and come in any chunks; a window counts positions, not slots."""
+    """Positions may lie in any slots and come in any chunks; a window counts positions, not slots."""
     model = model_of(variant)
     order = np.random.default_rng(1).permutation(T)
     want = full(model, TOKENS, POSITIONS, CAUSAL)
@@ -93,7 +93,7 @@ def test_slots_and_chunks_do_not_matter(variant: str) -> None:
 
 
 def test_padding_changes_nothing() -> None:
-    """B12: rows of 5 and 12 tokens: right-padded, left-padded and alone give the same logits."""
+    """Rows of 5 and 12 tokens: right-padded, left-padded and alone give the same logits."""
     model, short = model_of("grouped"), 5
     alone = full(model, TOKENS[:1, :short], POSITIONS[:1, :short], CAUSAL[:1, :short, :short])[0]
     right = full(model, TOKENS, POSITIONS, CAUSAL)[0, :short]  # what follows is padding, as far as row 0 goes

@@ -7,6 +7,7 @@ brings, never in this file. Weights are stored (in, out); q, k, v and gate, up a
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any, Literal
 
 import jax
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from decoding_jax.cache import write_slots
-from decoding_jax.types import Array, Cache, Features, Inputs
+from decoding_jax.types import Array, Cache, Features, Inputs, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,6 +149,24 @@ class Layer(nnx.Module):
         return self.down(jax.nn.silu(gate) * up)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def _run_layer(
+    graphdef: Any, params: PyTree, x: Array, cos: Array, sin: Array, mask: Array, slots: Array | None, kept: Any
+) -> tuple[Array, Any]:
+    """One layer over x [B, T, D], and its cached keys and values with this call's written to `slots`.
+
+    Jitted by itself so that all layers, being alike, are traced and lowered once; XLA inlines it.
+    """
+    layer = nnx.merge(graphdef, params)
+    q, k, v = layer.attention.project(layer.attention_norm(x))
+    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    if slots is not None:
+        kept = {"k": write_slots(kept["k"], slots, k), "v": write_slots(kept["v"], slots, v)}
+        k, v = kept["k"], kept["v"]
+    x = x + layer.attention.attend(q, k, v, mask)
+    return x + layer.mlp(layer.mlp_norm(x)), kept
+
+
 class Transformer(nnx.Module):
     """Token ids to hidden features; `readout` turns features into logits."""
 
@@ -185,15 +204,10 @@ class Transformer(nnx.Module):
 
         taps = {}
         for index in view.layers(self.config.num_layers):
-            layer = self.layers[index]
-            q, k, v = layer.attention.project(layer.attention_norm(x))
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            if layers is not None and slots is not None:
-                k = write_slots(layers[index]["k"], slots, k)
-                v = write_slots(layers[index]["v"], slots, v)
-                layers[index] = {"k": k, "v": v}
-            x = x + layer.attention.attend(q, k, v, mask)
-            x = x + layer.mlp(layer.mlp_norm(x))
+            kept = None if layers is None else layers[index]
+            x, kept = _run_layer(*nnx.split(self.layers[index]), x, cos, sin, mask, slots, kept)
+            if layers is not None:
+                layers[index] = kept
             taps[index] = x
         if cache is not None and layers is not None:
             cache = dataclasses.replace(cache, slots={"layers": layers, "positions": key_positions})
