@@ -126,7 +126,7 @@ def main() -> int:
         command = f"python scripts/kill_test.py --seed={_SEED.value} --kills={_KILLS.value} --rows={_ROWS.value}"
         record(
             _ROOT / _RECORDS.value,
-            "batch job: kills survived with the same output, byte for byte",
+            "batch_job_kills_with_identical_output",
             landed if same else 0,
             "kills",
             5,
