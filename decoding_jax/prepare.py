@@ -65,11 +65,12 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
     if isinstance(prompt, str) or chat:
         if model.tokenizer is None:
             raise ValueError(f"{name} is text, but the model has no tokenizer; give token ids or Model(tokenizer=...)")
-        if chat:
-            text = model.tokenizer.apply_chat_template(list(prompt))
-            ids = model.tokenizer.encode(text, add_special_tokens=False)
-        else:
-            ids = model.tokenizer.encode(prompt)
+        text = model.tokenizer.apply_chat_template(list(prompt)) if chat else str(prompt)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # what bytes that are no UTF-8 become on a command line
+            raise ValueError(f"{name}: {text[error.start :][:1]!r} in it is no character; give UTF-8 text") from None
+        ids = model.tokenizer.encode(text, add_special_tokens=not chat)
     else:
         ids = list(prompt)
     if not ids:

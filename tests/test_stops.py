@@ -269,3 +269,10 @@ def test_stop_strings_need_a_tokenizer() -> None:
     """Without a tokenizer there is no text to search; the error names the remedy."""
     with pytest.raises(ValueError, match=r"stop\.token_ids"):
         dj.decode(zoo.bigram(4).model, [[0]], max_new_tokens=2, stop=dj.Stop(strings=["a"]))
+
+
+def test_text_with_half_a_surrogate_pair_is_refused() -> None:
+    """Bytes that are no UTF-8 reach a program so; the tokenizer's own error would name neither value nor remedy."""
+    model = dataclasses.replace(zoo.bigram(12).model, tokenizer=zoo.ByteTokenizer(PIECES))
+    with pytest.raises(ValueError, match="no character; give UTF-8"):
+        dj.decode(model, "a\ud800", max_new_tokens=1)

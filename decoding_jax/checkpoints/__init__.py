@@ -74,6 +74,8 @@ def save_huggingface(model: Model, folder: str | os.PathLike[str]) -> None:
 
 
 def _resolve(name_or_path: str | os.PathLike[str]) -> Path:
+    if not isinstance(name_or_path, str | os.PathLike):
+        raise ValueError(f"model={name_or_path!r}: give the name of a packaged model or a path")
     name = os.fspath(name_or_path)
     if name not in PACKAGED_MODELS:
         path = Path(name).expanduser()

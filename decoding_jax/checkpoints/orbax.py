@@ -39,12 +39,15 @@ def write_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Makes a folder whole or not at all: `fill` writes into a temporary one beside it, then it is renamed.
 
     Raises:
-      ValueError: the folder exists.
+      ValueError: the folder exists, or cannot be written.
     """
     if folder.exists():
         raise ValueError(f"{folder} exists already; choose another folder or remove it first")
     scratch = folder.with_name(f".{folder.name}.{uuid.uuid4().hex}")
-    scratch.mkdir(parents=True)
+    try:
+        scratch.mkdir(parents=True)
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written ({error.strerror}); choose another folder") from None
     try:
         fill(scratch)
         os.replace(scratch, folder)
