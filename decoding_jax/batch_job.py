@@ -31,7 +31,7 @@ from decoding_jax.api import decode
 from decoding_jax.checkpoints.cache_files import sha256_of_file
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import Decoder
-from decoding_jax.prepare import bucket, encode_prompt, prepare
+from decoding_jax.prepare import bucket, check_length, encode_prompt, prepare
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import Stop
 from decoding_jax.types import DecodeOutput, Model
@@ -189,11 +189,7 @@ def _prompt(model: Model, fields: dict[str, Any], max_new_tokens: int) -> np.nda
     if name == "tokens" and value and isinstance(value[0], dict):
         raise ValueError("tokens holds objects; chat goes into messages")
     ids = encode_prompt(model, value, name)
-    if model.max_length is not None and len(ids) + max_new_tokens > model.max_length:
-        raise ValueError(
-            f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together more than the "
-            f"model's context of {model.max_length}; shorten the prompt or the budget"
-        )
+    check_length(model, ids, max_new_tokens, name)
     return np.array(ids, np.int32)
 
 

@@ -86,18 +86,13 @@ def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
     return [encode_prompt(model, p, f"prompts[{i}]") for i, p in enumerate(_as_list(prompts))]
 
 
-def check_lengths(model: Model, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-    """ValueError where a prompt and its budget do not fit into the model's context."""
-    if not _is_id(max_new_tokens) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
-    if model.max_length is None:
-        return
-    for i, prompt in enumerate(prompts):
-        if len(prompt) + max_new_tokens > model.max_length:
-            raise ValueError(
-                f"prompts[{i}] has {len(prompt)} tokens and max_new_tokens={max_new_tokens}: together more than the "
-                f"model's context of {model.max_length}; shorten the prompt or the budget"
-            )
+def check_length(model: Model, ids: Sequence[int] | np.ndarray, max_new_tokens: int, name: str) -> None:
+    """ValueError where a prompt, called `name`, and its budget do not fit into the model's context."""
+    if model.max_length is not None and len(ids) + max_new_tokens > model.max_length:
+        raise ValueError(
+            f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together more than the model's "
+            f"context of {model.max_length}; shorten the prompt or the budget"
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +130,10 @@ def prepare(
 ) -> Call:
     """Checks a call and lays it out in buckets; see `decode` for the arguments."""
     ids = encode_prompts(model, prompts)
-    check_lengths(model, ids, max_new_tokens)
+    if not _is_id(max_new_tokens) or max_new_tokens < 0:
+        raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
+    for i, prompt in enumerate(ids):
+        check_length(model, prompt, max_new_tokens, f"prompts[{i}]")
     if not _is_id(seed) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1")
     batch = len(ids)
