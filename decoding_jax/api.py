@@ -41,7 +41,8 @@ def decode(
 
     Args:
       model: from `load`, or any `Model`.
-      prompts: a text, chat messages (dicts with role and content), token ids, or a list of one of these.
+      prompts: a text, chat messages (dicts with role and content), token ids, or a list of one of these. For an
+        encoder-decoder these are the sources.
       decoder: the method.
       max_new_tokens: the budget of each row, in tokens.
       sampling: how tokens are chosen; greedy by default.
@@ -266,7 +267,7 @@ _SCORE_CHUNK = 64
 def score_tokens(ctx: Context, lengths: Array) -> Array:
     """Log-probabilities f32[B, N] of ctx.prompts' tokens from ctx.prompt_lengths up to lengths i32[B]."""
     batch, size = ctx.prompts.shape
-    cache = ctx.model.init_cache(batch, size)
+    cache = ctx.init_cache(size)
 
     def chunk(index: Array, carry: tuple[Any, Array]) -> tuple[Any, Array]:
         cache, scores = carry
@@ -315,8 +316,8 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, *, mesh: Mesh 
     """The model's log-probability of each given continuation of each prompt, token by token.
 
     Args:
-      model: a causal model.
-      prompts: as in `decode`.
+      model: a causal model, or an encoder-decoder.
+      prompts: as in `decode`; an encoder-decoder's are its sources.
       continuations: one per prompt: texts (encoded on their own, without special tokens) or token ids.
       mesh: splits the rows over its "data" axis.
 
@@ -325,8 +326,11 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, *, mesh: Mesh 
     """
     first = encode_prompts(model, prompts)
     second = _encode_continuations(model, continuations, len(first))
+    sources = None
+    if model.start_id is not None:
+        sources, first = first, [[model.start_id]] * len(first)
     whole = [a + b for a, b in zip(first, second, strict=True)]
-    call = prepare(model, whole, 0, Sampling(), Stop(), 0, None, mesh)
+    call = prepare(model, whole, 0, Sampling(), Stop(), 0, None, mesh, sources=sources)
     starts = np.ones((call.ctx.prompts.shape[0],), np.int32)
     starts[: len(first)] = [len(p) for p in first]
     lengths = call.ctx.prompt_lengths

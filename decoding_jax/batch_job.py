@@ -102,7 +102,7 @@ class Row:
 def read_rows(
     model: Model, files: Sequence[tuple[str, Path]], max_new_tokens: int
 ) -> tuple[list[Row], list[dict[str, Any]]]:
-    """Reads files of JSON lines, each {"id", and one of "prompt", "messages", "tokens"}.
+    """Reads files of JSON lines, each {"id", and one of "prompt", "messages", "tokens"} (or "source", "tokens").
 
     Args:
       model: its tokenizer makes ids of text, once.
@@ -168,20 +168,19 @@ def _identity(fields: dict[str, Any]) -> str | int:
     return identity
 
 
-_KINDS = {
-    "prompt": (str, "a text"),
-    "messages": (list, "a list of messages"),
-    "tokens": (list, "a list of ids"),
-}
+_TOKENS = {"tokens": (list, "a list of ids")}
+_PROMPTS = {"prompt": (str, "a text"), "messages": (list, "a list of messages")} | _TOKENS
+_SOURCES = {"source": (str, "a text")} | _TOKENS  # of encoder-decoders
 
 
 def _prompt(model: Model, fields: dict[str, Any], max_new_tokens: int) -> np.ndarray:
     """The token ids of a line, i32[T]; ValueError says why it cannot be decoded."""
-    given = [name for name in _KINDS if name in fields]
-    if len(given) != 1:
-        raise ValueError(f"has {' and '.join(given) or 'no prompt'}; give one of {', '.join(_KINDS)}")
+    kinds = _PROMPTS if model.encode is None else _SOURCES
+    given = [name for name in _PROMPTS | _SOURCES if name in fields]
+    if len(given) != 1 or given[0] not in kinds:
+        raise ValueError(f"has {' and '.join(given) or 'no prompt'}; this model takes one of {', '.join(kinds)}")
     name, value = given[0], fields[given[0]]
-    kind, described = _KINDS[name]
+    kind, described = kinds[name]
     if not isinstance(value, kind):
         raise ValueError(f"{name} is a {type(value).__name__}; it must be {described}")
     if name == "messages" and not (value and isinstance(value[0], dict)):
@@ -189,7 +188,7 @@ def _prompt(model: Model, fields: dict[str, Any], max_new_tokens: int) -> np.nda
     if name == "tokens" and value and isinstance(value[0], dict):
         raise ValueError("tokens holds objects; chat goes into messages")
     ids = encode_prompt(model, value, name)
-    check_length(model, ids, max_new_tokens, name)
+    check_length(model, ids, max_new_tokens if model.encode is None else 0, name)
     return np.array(ids, np.int32)
 
 

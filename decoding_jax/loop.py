@@ -57,7 +57,7 @@ def run(decoder: Decoder, ctx: Context, state: PyTree, n_steps: Array) -> PyTree
     return ctx.settle(jax.lax.while_loop(going, body, (jnp.int32(0), state))[1])
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class CompileClock:
     """Seconds spent tracing and compiling `start`, `run` and scoring, and how many of them were compiled."""
 

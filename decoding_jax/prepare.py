@@ -71,6 +71,8 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
         except UnicodeEncodeError as error:  # what bytes that are no UTF-8 become on a command line
             raise ValueError(f"{name}: {text[error.start :][:1]!r} in it is no character; give UTF-8 text") from None
         ids = model.tokenizer.encode(text, add_special_tokens=not chat)
+        if model.encode is not None and ids:
+            ids = [*ids, *model.eos_ids[:1]]  # as in training
     else:
         ids = list(prompt)
     if not ids:
@@ -127,9 +129,18 @@ def prepare(
     seed: int,
     row_ids: Sequence[int] | None,
     mesh: Mesh | None,
+    sources: Sequence[Sequence[int]] | None = None,
 ) -> Call:
-    """Checks a call and lays it out in buckets; see `decode` for the arguments."""
+    """Checks a call and lays it out in buckets; see `decode` for the arguments.
+
+    For an encoder-decoder `prompts` are the sources, unless `sources` gives these and `prompts` what its decoder
+    begins with.
+    """
     ids = encode_prompts(model, prompts)
+    if model.start_id is not None and sources is None:
+        sources, ids = ids, [[model.start_id]] * len(ids)
+    for i, source in enumerate(sources or ()):
+        check_length(model, source, 0, f"prompts[{i}]")
     if not _is_id(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
     for i, prompt in enumerate(ids):
@@ -149,6 +160,7 @@ def prepare(
     tokens = np.zeros((padded, bucket(longest + max_new_tokens)), np.int32)
     for row, prompt in zip(tokens, ids, strict=False):
         row[: len(prompt)] = prompt
+    source_tokens, source_lengths = _lay_out_sources(sources, padded)
     stop = _with_special_strings(model, stop)
     automaton = stop_automaton(stop)
     token_bytes = model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
@@ -164,9 +176,25 @@ def prepare(
         "sampling": jax.tree.map(lambda x: np.pad(x, (0, padded - batch), mode="edge"), sampling_rows),
         "rules": rules,
         "stops": stops,
+        "sources": source_tokens,
+        "source_lengths": source_lengths,
     }
     ctx = Context(**host, model=model.spec)
     return Call(_place(ctx, model.params, mesh), batch, automaton)
+
+
+def _lay_out_sources(
+    sources: Sequence[Sequence[int]] | None, padded: int
+) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Sources as i32[B, M] and their lengths i32[B], with rows of one token behind the real ones."""
+    if sources is None:
+        return None, None
+    lengths = np.ones((padded,), np.int32)
+    lengths[: len(sources)] = [len(source) for source in sources]
+    tokens = np.zeros((padded, bucket(int(lengths.max()))), np.int32)
+    for row, source in zip(tokens, sources, strict=False):
+        row[: len(source)] = source
+    return tokens, lengths
 
 
 def _data_shards(mesh: Mesh | None) -> int:

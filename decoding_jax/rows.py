@@ -24,7 +24,8 @@ class Context:
 
     Attributes:
       params: the model's weights.
-      prompts: i32[B, N], zero after each prompt; N holds prompt and output.
+      prompts: i32[B, N], zero after each prompt; N holds prompt and output. An encoder-decoder's output begins
+        behind a prompt of one token.
       prompt_lengths: i32[B], at least 1.
       limits: i32[B], the length at which a row is full (prompt + budget).
       row_ids: i32[B], what a row's randomness is keyed by.
@@ -32,6 +33,8 @@ class Context:
       sampling: settings per row.
       rules: settings per token.
       stops: what ends a row.
+      sources: i32[B, M], what an encoder-decoder encodes; None for other models.
+      source_lengths: i32[B].
       model: the static part of the model.
       rows_sharding: how rows are split over devices; None on one device.
     """
@@ -45,11 +48,21 @@ class Context:
     sampling: SamplingArrays
     rules: TokenRules
     stops: StopArrays
-    model: ModelSpec = struct.field(pytree_node=False)
+    sources: Array | None = None
+    source_lengths: Array | None = None
+    model: ModelSpec = struct.field(pytree_node=False, kw_only=True)
     rows_sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)
 
     def apply(self, inputs: Inputs, cache: Any) -> Features:
         return self.model.apply(self.params, inputs, cache)
+
+    def init_cache(self, capacity: int) -> Cache:
+        """A cache with `capacity` slots for each row, empty but for the memory of its encoded source."""
+        cache = self.model.init_cache(self.prompts.shape[0], capacity)
+        if self.model.encode is None:
+            return cache
+        memory = self.model.encode(self.params, self.sources, self.source_lengths)
+        return dataclasses.replace(cache, rows=memory)
 
     def readout(self, hidden: Array) -> Array:
         # Softmax, log-probabilities and noise are float32 whatever the model computes in.
@@ -90,7 +103,8 @@ class Context:
 
 _LARGEST_CHUNK = 128  # positions of a prefill call
 
-ROW_FIELDS = ("prompts", "prompt_lengths", "limits", "row_ids", "sampling")  # those with a row axis
+# Those with a row axis.
+ROW_FIELDS = ("prompts", "prompt_lengths", "limits", "row_ids", "sampling", "sources", "source_lengths")
 
 
 @struct.dataclass
@@ -140,7 +154,7 @@ def prefill(ctx: Context, capacity: int) -> Cache:
     the same code, whatever the prompt.
     """
     batch, size = ctx.prompts.shape
-    cache = ctx.model.init_cache(batch, capacity)
+    cache = ctx.init_cache(capacity)
     held = ctx.prompt_lengths - 1
     # Half the buffer: a chunk much longer than the prompts would be wasted work, a short one more calls.
     chunk = min(size // 2, _LARGEST_CHUNK)

@@ -36,6 +36,7 @@ class Inputs(NamedTuple):
       time: f32[B], diffusion time, for models that take one.
       features: f32[B, T, ...], another model's hidden features, for drafters that take them.
       embeds: f32[B, T, D], soft inputs instead of `tokens`.
+      dropout_key: a typed random key, for training with dropout; None: no dropout.
     """
 
     tokens: Array
@@ -45,6 +46,7 @@ class Inputs(NamedTuple):
     time: Array | None = None
     features: Array | None = None
     embeds: Array | None = None
+    dropout_key: Array | None = None
 
 
 class Features(NamedTuple):
@@ -70,6 +72,7 @@ class Cache:
 
 
 ApplyFn = Callable[[PyTree, Inputs, Any], Features]
+EncodeFn = Callable[..., PyTree]
 ReadoutFn = Callable[[PyTree, Array], Array]
 InitCacheFn = Callable[[int, int], Any]
 
@@ -94,6 +97,7 @@ class ModelSpec:
     readout: ReadoutFn
     init_cache: InitCacheFn
     vocab_size: int
+    encode: EncodeFn | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,6 +117,10 @@ class Model:
       vocab_size: V, the number of token ids.
       init_cache: (batch, capacity) -> Cache, an empty cache with `capacity` slots a row.
       readout: (params, hidden [..., D]) -> logits f32[..., V]; default: the features are the logits.
+      encode: (params, sources i32[B, M], lengths i32[B]) -> `Cache.rows`, for encoder-decoders: prompts are then
+        sources, and what is generated begins behind `start_id`. A source given as text ends with the first of
+        `eos_ids`, where there is one.
+      start_id: the token that an encoder-decoder's output begins behind.
       tokenizer: turns text into ids and back; None where prompts are ids. It has `encode(text,
         add_special_tokens) -> ids`, `decode(ids) -> text`, `token_bytes` (what each id adds to a text), and
         for chat `apply_chat_template(messages) -> text`, as `decoding_jax.checkpoints.Tokenizer` has.
@@ -126,6 +134,8 @@ class Model:
     vocab_size: int
     init_cache: InitCacheFn = no_cache
     readout: ReadoutFn = identity_readout
+    encode: EncodeFn | None = None
+    start_id: int | None = None
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
     max_length: int | None = None
@@ -140,13 +150,17 @@ class Model:
                 f"tokenizer={type(self.tokenizer).__name__} has no {', '.join(lacking)}; use "
                 "decoding_jax.checkpoints.Tokenizer (from a tokenizer.json), or None"
             )
+        if (self.encode is None) != (self.start_id is None) or not 0 <= (self.start_id or 0) < self.vocab_size:
+            raise ValueError(
+                f"start_id={self.start_id}: give encode and start_id (an id of the vocabulary) together, or neither"
+            )
         bad = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
         if bad:
             raise ValueError(f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}")
 
     @property
     def spec(self) -> ModelSpec:
-        return ModelSpec(self.apply, self.readout, self.init_cache, self.vocab_size)
+        return ModelSpec(self.apply, self.readout, self.init_cache, self.vocab_size, self.encode)
 
     def view(
         self,
@@ -155,6 +169,7 @@ class Model:
         start: int = 0,
         stop: int | None = None,
         skip: Sequence[int] = (),
+        remat: bool = False,
     ) -> Model:
         """The same params and cache, with other layers run.
 
@@ -163,6 +178,8 @@ class Model:
           start: the first layer to run; `Inputs.embeds` then holds the features that enter it.
           stop: the layer before which to leave.
           skip: layers to leave out.
+          remat: keep only the layers' inputs for a gradient and compute the rest again: less memory, a third
+            more work.
 
         Raises:
           ValueError: the model's `apply` cannot be viewed, or a layer does not exist.
@@ -170,7 +187,9 @@ class Model:
         make = getattr(self.apply, "view", None)
         if make is None:
             raise ValueError(f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed")
-        return dataclasses.replace(self, apply=make(tuple(taps), start, stop, tuple(skip)))
+        selection = (tuple(taps), start, stop, tuple(skip), remat)
+        encode = None if self.encode is None else self.encode.view(*selection)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, apply=make(*selection), encode=encode)
 
     def __repr__(self) -> str:
         count = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(self.params))

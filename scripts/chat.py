@@ -12,12 +12,12 @@ import sys
 import time
 
 from absl import flags
-from command import run, say
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
 from decoding_jax.prepare import prepare
 from decoding_jax.registry import DECODERS, make_decoder
+from train.command import run, say
 
 # Beam search has nothing to stream: it may change its mind until the end.
 STREAMING = [name for name in DECODERS if name != "beam"]

@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 from absl import flags
-from command import run
 from prompts import COPYING_PROMPTS, PROMPTS
 from records import record
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
+from train.command import run
 
 WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "families", "speed"], "What to compare.")
 RECORDS = flags.DEFINE_string("records", "benchmarks/foundation.json", "Where the results go.")

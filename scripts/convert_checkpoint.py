@@ -13,9 +13,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from absl import flags
-from command import run
 
 import decoding_jax as dj
+from train.command import run
 
 INPUT = flags.DEFINE_string("input", None, "What dj.load takes: a name, a folder or a .gguf file.", required=True)
 OUTPUT = flags.DEFINE_string("output", None, "The folder to make.", required=True)

@@ -49,13 +49,13 @@ import jax
 import ml_collections
 import tqdm
 from absl import flags
-from command import one_line, run, say
 from ml_collections import config_flags
 
 import decoding_jax as dj
 from decoding_jax import batch_job
 from decoding_jax.batch_job import Job, Tally
 from decoding_jax.registry import from_settings, make_decoder
+from train.command import one_line, run, say
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The settings, such as configs/decode_smollm2.py.")
 _INPUT = flags.DEFINE_list(

@@ -20,8 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from absl import flags
-from command import run
 from records import record
+
+from train.command import run
 
 _SEED = flags.DEFINE_integer("seed", 0, "Of the moments.")
 _KILLS = flags.DEFINE_integer("kills", 5, "How many.", lower_bound=1)

@@ -29,7 +29,6 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from command import run as run_command
 from records import record
 
 import decoding_jax as dj
@@ -40,6 +39,7 @@ from decoding_jax.prepare import prepare
 from decoding_jax.registry import DECODERS, make_decoder
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import Stop
+from train.command import run as run_command
 
 WHAT = flags.DEFINE_enum("what", None, ["steps", "compile", "program", "lookup"], "What to measure.", required=True)
 QUESTIONS = flags.DEFINE_string("questions", None, "Spec-Bench's questions as JSON lines (category, turns).")

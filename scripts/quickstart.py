@@ -12,11 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from absl import flags
-from command import run
 from prompts import COPYING_PROMPTS
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
+from train.command import run
 
 MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "What dj.load takes: a name, a folder or a .gguf file.")
 PROMPT = flags.DEFINE_multi_string("prompt", list(COPYING_PROMPTS), "What to ask; may be given several times.")

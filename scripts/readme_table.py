@@ -11,7 +11,8 @@ import re
 from pathlib import Path
 
 from absl import flags
-from command import FAILED, run, say
+
+from train.command import FAILED, run, say
 
 CHECK = flags.DEFINE_bool("check", False, "Change nothing; exit with 1 if the README is out of date.")
 

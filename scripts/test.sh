@@ -6,7 +6,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 scripts/setup.sh
 
 bin=.venv/bin
-folders=(decoding_jax scripts configs tests)
+folders=(decoding_jax train scripts configs tests)
 "$bin/ruff" format --check "${folders[@]}"
 "$bin/ruff" check "${folders[@]}"
 "$bin/mypy"

@@ -156,7 +156,7 @@ BAD = {
     "no id": ({"prompt": "x"}, 'no "id"'),
     "id of another type": ({"id": 1.5, "prompt": "x"}, "id 1.5 is neither"),
     "duplicate id": ({"id": "first", "prompt": "x"}, "id 'first' belongs to an earlier line"),
-    "no prompt": ({"id": "x"}, "has no prompt; give one of prompt, messages, tokens"),
+    "no prompt": ({"id": "x"}, "has no prompt; this model takes one of prompt, messages, tokens"),
     "two prompts": ({"id": "x", "prompt": "a", "tokens": [1]}, "has prompt and tokens; give one"),
     "empty prompt": ({"id": "x", "prompt": ""}, "prompt is empty"),
     "empty tokens": ({"id": "x", "tokens": []}, "tokens is empty"),

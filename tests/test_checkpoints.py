@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import shutil
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,12 +17,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
-from jax.sharding import AxisType
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 import decoding_jax as dj
-from decoding_jax.checkpoints.huggingface import config_from_hf, config_to_hf
+from decoding_jax.checkpoints.huggingface import config_from_hf, config_to_hf, path_of, tensor_table, unfuse
 from decoding_jax.checkpoints.tokenizer import Tokenizer
-from decoding_jax.models.functional import init_transformer
+from decoding_jax.models.functional import abstract_transformer, init_transformer
+from decoding_jax.models.sharding import TRAINING_RULES, check_mesh, logical_axes, place, tensor_parallel
 from decoding_jax.models.transformer import RopeScaling, TransformerConfig
 
 CONFIG = TransformerConfig(
@@ -34,7 +37,9 @@ VARIANTS = {
     "mistral": dataclasses.replace(CONFIG, sliding_window=5),
     "qwen2": dataclasses.replace(CONFIG, qkv_bias=True),
     "qwen3": dataclasses.replace(CONFIG, qk_norm=True, tie_embeddings=True),
+    "one kv head": dataclasses.replace(CONFIG, qkv_bias=True, num_kv_heads=1),
 }
+SEQ2SEQ = dataclasses.replace(CONFIG, encoder_layers=1)
 
 
 @pytest.fixture(scope="module")
@@ -60,6 +65,15 @@ def same(a: Any, b: Any) -> bool:
     return all(jax.tree.leaves(jax.tree.map(lambda x, y: bool((np.asarray(x) == np.asarray(y)).all()), a, b)))
 
 
+def mesh_of(**axes: int) -> Mesh:
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), axis_types=(AxisType.Auto,) * len(axes))
+
+
+def shapes_of(config: TransformerConfig) -> dict[str, tuple[int, ...]]:
+    """The shape of every param by its path."""
+    return {path_of(key): leaf.shape for key, leaf in jax.tree.flatten_with_path(abstract_transformer(config)[1])[0]}
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("save", [dj.save, dj.save_huggingface], ids=["orbax", "huggingface"])
 def test_a_saved_model_loads_as_itself(name: str, save: Callable, tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -73,19 +87,132 @@ def test_a_saved_model_loads_as_itself(name: str, save: Callable, tokenizer: Tok
     assert loaded.tokenizer.encode("w5") == [5]
 
 
+def split_logits(model: dj.Model, mesh: Mesh | None, placed: Callable | None) -> tuple[np.ndarray, Counter[str]]:
+    """Causal logits of four rows with params placed on a mesh, and the collectives of the compiled program."""
+    tokens = np.arange(24, dtype=np.int32).reshape(4, 6)
+    inputs = dj.Inputs(tokens, np.tile(np.arange(6, dtype=np.int32), (4, 1)), np.tile(np.tri(6, dtype=bool), (4, 1, 1)))
+    params = model.params
+    if mesh is not None and placed is not None:
+        rows = NamedSharding(mesh, PartitionSpec(tuple(name for name in mesh.shape if name != "tensor")))
+        inputs = jax.device_put(inputs, rows)
+        params = jax.tree.map_with_path(lambda key, x: jax.device_put(x, placed(path_of(key), x.shape)), params)
+    run = jax.jit(lambda params, inputs: model.readout(params, model.apply(params, inputs, None).hidden))
+    run = run.lower(params, inputs).compile()
+    kinds = re.findall(r" (all-\w+|collective-\w+|reduce-scatter)(?:-start)?\(", run.as_text())
+    return np.asarray(run(params, inputs)), Counter(kinds)
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+def test_params_split_over_a_mesh_give_the_same_logits(kv_heads: int) -> None:
+    """Groups whole or torn, features split too or not: the logits are those of one device."""
+    model = random_model(dataclasses.replace(CONFIG, num_kv_heads=kv_heads, qkv_bias=True))
+    expected, _ = split_logits(model, None, None)
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    for placed in (tensor_parallel(mesh), place(mesh, TRAINING_RULES), place(mesh, TRAINING_RULES, model.config)):
+        np.testing.assert_allclose(split_logits(model, mesh, placed)[0], expected, atol=1e-4)
+
+
+def test_tensor_parallel_layers_communicate_twice() -> None:
+    """One sum after attention, one after the MLP (and one for the embedding); nothing else moves between devices."""
+    mesh = mesh_of(data=4, tensor=2)
+    _, collectives = split_logits(random_model(CONFIG), mesh, tensor_parallel(mesh))
+    assert collectives == {"all-reduce": 2 * CONFIG.num_layers + 1}
+
+
 def test_dtype_and_sharded_placement(tokenizer: Tokenizer, tmp_path: Path) -> None:
     """Tensors go to the asked-for dtype and straight to their parts of a mesh; the tokens stay the same."""
     model = random_model(CONFIG, tokenizer)
     dj.save_huggingface(model, tmp_path / "hf")
     dj.save(model, tmp_path / "ours")
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    mesh = mesh_of(data=4, tensor=2)
     expected = dj.decode(model, [[1, 2], [4]], max_new_tokens=6).tokens
     for folder in ("hf", "ours"):
         assert jax.tree.leaves(dj.load(tmp_path / folder, dtype="bfloat16").params)[0].dtype == jnp.bfloat16
         split = dj.load(tmp_path / folder, placement=dj.tensor_parallel(mesh))
         kernel = split.params["layers"][0]["gate_up"]["kernel"].get_value()
-        assert kernel.sharding.shard_shape(kernel.shape) == (24, 40)
+        assert kernel.sharding.shard_shape(kernel.shape) == (24, 2, 20)
         assert (dj.decode(split, [[1, 2], [4]], max_new_tokens=6, mesh=mesh).tokens == expected).all()
+
+
+def test_every_param_has_logical_axes() -> None:
+    """No param of any Transformer is left out of the table; only norms are never split, and strangers."""
+    for config in (*VARIANTS.values(), SEQ2SEQ, dataclasses.replace(SEQ2SEQ, qkv_bias=True, qk_norm=True)):
+        for path, shape in shapes_of(config).items():
+            axes = logical_axes(path, shape)
+            assert len(axes) == len(shape) and any(axes) != path.endswith("norm/scale"), path
+    assert logical_axes("heads/0/kernel", (24, 40)) == (None, None)
+    assert logical_axes("overhead/kernel", (24, 40)) == (None, None)
+    assert logical_axes("head/kernel", (4, 24, 40)) == (None, None, None)
+
+
+def test_where_each_tensor_goes_in_training() -> None:
+    """On a (data, fsdp, tensor) mesh of (2, 2, 2): features over fsdp, the rest over tensor, norms everywhere."""
+    shapes = shapes_of(dataclasses.replace(SEQ2SEQ, qkv_bias=True))
+    placed = place(mesh_of(data=2, fsdp=2, tensor=2), TRAINING_RULES)
+    parts = {path: placed(path, shape).shard_shape(shape) for path, shape in shapes.items()}
+    layer = {
+        "attention/qkv/kernel": (12, 32),  # of (24, 64)
+        "attention/qkv/bias": (32,),
+        "attention/out/kernel": (16, 12),
+        "gate_up/kernel": (12, 2, 20),
+        "down/kernel": (20, 12),
+        "attention_norm/scale": (24,),
+        "mlp_norm/scale": (24,),
+    }
+    cross = {"q/kernel": (12, 16), "kv/kernel": (12, 16), "out/kernel": (16, 12)}
+    decoder = layer | {f"cross/{name}": shape for name, shape in cross.items()} | {"cross_norm/scale": (24,)}
+    want = {"embed/embedding": (20, 12), "head/kernel": (12, 20), "norm/scale": (24,), "encoder_norm/scale": (24,)}
+    want |= {f"layers/{i}/{name}": shape for i in range(2) for name, shape in decoder.items()}
+    want |= {f"encoder/0/{name}": shape for name, shape in layer.items()}
+    assert parts == want
+
+
+def test_a_part_of_the_heads_is_a_model_of_fewer_heads() -> None:
+    """Each half of the columns of qkv is the fused kernel of half of the heads: no group is torn."""
+    shape = shapes_of(CONFIG)["layers/0/attention/qkv/kernel"]
+    kernel = np.arange(np.prod(shape), dtype=np.float32).reshape(shape)
+    half = dataclasses.replace(CONFIG, num_heads=2, num_kv_heads=1)
+    whole_source, half_source = (tensor_table(c)["layers/0/attention/qkv/kernel"] for c in (CONFIG, half))
+    placement = tensor_parallel(mesh_of(tensor=2))("layers/0/attention/qkv/kernel", shape)
+    parts = [np.asarray(x.data) for x in jax.device_put(kernel, placement).addressable_shards]
+    for of_whole, *of_parts in zip(unfuse(whole_source, kernel), *(unfuse(half_source, x) for x in parts), strict=True):
+        np.testing.assert_array_equal(np.concatenate(of_parts), of_whole)
+
+
+def test_what_does_not_divide_stays_whole() -> None:
+    """Odd sizes are not split; heads are not either where the config says that a group would be torn."""
+    mesh, path, shape = mesh_of(tensor=4), "layers/0/attention/qkv/kernel", (24, 64)
+    assert tensor_parallel(mesh)(path, shape).shard_shape(shape) == (24, 16)
+    assert place(mesh, {"heads": "tensor"}, CONFIG)(path, shape).is_fully_replicated
+    assert tensor_parallel(mesh)("embed/embedding", (41, 24)).is_fully_replicated
+    assert place(mesh, {"heads": None})(path, shape).is_fully_replicated
+
+
+@pytest.mark.parametrize(
+    "rules, message",
+    [
+        ({"heads": "model"}, "not 'model'"),
+        ({"head": "tensor"}, "'head' is no logical axis; there are embed, heads, mlp, vocab"),
+        ({"embed": "tensor", "vocab": "tensor"}, "two dimensions of embed/embedding over one mesh axis"),
+    ],
+)
+def test_rules_that_cannot_be_followed(rules: dict[str, str], message: str) -> None:
+    """Unknown axes and two dimensions on one axis are refused before any tensor is read."""
+    with pytest.raises(ValueError, match=message):
+        place(mesh_of(data=4, tensor=2), rules)
+    with pytest.raises(ValueError, match="not 'rows'"):
+        tensor_parallel(mesh_of(data=8), "rows")
+
+
+def test_meshes_that_do_not_fit_are_refused() -> None:
+    """The tensor axis must divide kv heads and MLP; the error names both numbers and a size that does."""
+    check_mesh(CONFIG, mesh_of(fsdp=4, tensor=2))
+    with pytest.raises(ValueError, match=r"'tensor' has size 4, .* num_kv_heads=2; make it 2 "):
+        check_mesh(CONFIG, mesh_of(fsdp=2, tensor=4))
+    with pytest.raises(ValueError, match=r"'tensor' has size 2, .* mlp_width=41; make it 1 "):
+        check_mesh(dataclasses.replace(CONFIG, mlp_width=41), mesh_of(fsdp=4, tensor=2))
+    with pytest.raises(ValueError, match="not 'fsdp'"):
+        check_mesh(CONFIG, mesh_of(data=4, tensor=2))
 
 
 def test_several_shards_and_spare_tensors(tokenizer: Tokenizer, tmp_path: Path) -> None:
@@ -193,3 +320,9 @@ def test_settings_that_do_not_exist_here_are_refused(change: dict[str, Any], mes
     """A setting that would change the output silently is an error that names it."""
     with pytest.raises(ValueError, match=message):
         config_from_hf({**config_to_hf(CONFIG, (), "float32"), **change})
+
+
+def test_encoder_decoders_have_no_hugging_face_form() -> None:
+    """Refused by the config, before anything is written."""
+    with pytest.raises(ValueError, match="encoder_layers=1"):
+        config_to_hf(SEQ2SEQ, (), "float32")

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 import zoo
 
 import decoding_jax as dj
-from decoding_jax.models.functional import init_transformer
+from decoding_jax.checkpoints.huggingface import load_params
+from decoding_jax.models.functional import init_transformer, transformer_model
 from decoding_jax.models.transformer import RopeScaling, TransformerConfig, rope_frequencies
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -113,48 +116,94 @@ def test_a_window_is_a_mask() -> None:
     np.testing.assert_allclose(full(model_of("window"), TOKENS, POSITIONS, CAUSAL), want, atol=1e-5)
 
 
-def plain_forward(config: TransformerConfig, params: Any, tokens: np.ndarray) -> np.ndarray:
+def plain_tensors(config: TransformerConfig, params: Any) -> dict[str, np.ndarray]:
+    """The params under Hugging Face's names and in its form, every part of a fused kernel cut out by hand."""
+    leaf = lambda tree, *path: np.asarray(functools.reduce(lambda t, k: t[k], path, tree)[...])
+    kv_heads, size = config.num_kv_heads, config.head_size
+    group = config.num_heads // kv_heads
+    embedding = leaf(params, "embed", "embedding")
+    tensors = {"model.embed_tokens.weight": embedding, "model.norm.weight": leaf(params, "norm", "scale")}
+    if not config.tie_embeddings:
+        tensors["lm_head.weight"] = leaf(params, "head", "kernel").T
+    for i in range(config.num_layers):
+        layer, name = params["layers"][i], f"model.layers.{i}"
+        attention = layer["attention"]
+        tensors |= {
+            f"{name}.input_layernorm.weight": leaf(layer, "attention_norm", "scale"),
+            f"{name}.post_attention_layernorm.weight": leaf(layer, "mlp_norm", "scale"),
+            f"{name}.self_attn.o_proj.weight": leaf(attention, "out", "kernel").T,
+            f"{name}.mlp.gate_proj.weight": leaf(layer, "gate_up", "kernel")[:, 0].T,
+            f"{name}.mlp.up_proj.weight": leaf(layer, "gate_up", "kernel")[:, 1].T,
+            f"{name}.mlp.down_proj.weight": leaf(layer, "down", "kernel").T,
+        }
+        for ours, theirs in [("kernel", "weight")] + [("bias", "bias")] * config.qkv_bias:
+            # head by head: the queries of key head 0, its key, its value, the queries of key head 1, ...
+            units = np.split(leaf(attention, "qkv", ours), kv_heads * (group + 2), axis=-1)
+            queries = [units[kv * (group + 2) + g] for kv in range(kv_heads) for g in range(group)]
+            for part, cut in (("q", queries), ("k", units[group :: group + 2]), ("v", units[group + 1 :: group + 2])):
+                assert all(x.shape[-1] == size for x in cut)
+                tensors[f"{name}.self_attn.{part}_proj.{theirs}"] = np.concatenate(cut, axis=-1).T
+        if config.qk_norm:
+            tensors[f"{name}.self_attn.q_norm.weight"] = leaf(attention, "q_norm", "scale")
+            tensors[f"{name}.self_attn.k_norm.weight"] = leaf(attention, "k_norm", "scale")
+    return tensors
+
+
+def plain_forward(config: TransformerConfig, tensors: dict[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:
     """Causal logits f64[T, V] of one row, as the papers write it: one head and one position at a time."""
-    leaf = lambda tree, *path: np.asarray(functools.reduce(lambda t, k: t[k], path, tree)[...], np.float64)
+    weight = lambda name: np.asarray(tensors[f"{name}.weight"], np.float64)
+    bias = lambda name: np.asarray(tensors[f"{name}.bias"], np.float64) if config.qkv_bias else 0.0
     norm = lambda x, scale: x / np.sqrt((x**2).mean(axis=-1, keepdims=True) + config.norm_eps) * scale
-    heads, groups, size = config.num_heads, config.num_kv_heads, config.head_size
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
 
     def turn(x: np.ndarray, position: int) -> np.ndarray:
         angle = position * config.rope_theta ** (-np.arange(0, size, 2) / size)
         one, two = x[: size // 2], x[size // 2 :]
         return np.concatenate([one * np.cos(angle) - two * np.sin(angle), two * np.cos(angle) + one * np.sin(angle)])
 
-    x = leaf(params, "embed", "embedding")[tokens]
-    for layer in (params["layers"][i] for i in range(config.num_layers)):
-        inner = layer["attention"]
-        qkv = norm(x, leaf(layer, "attention_norm", "scale")) @ leaf(inner, "qkv", "kernel")
-        if config.qkv_bias:
-            qkv = qkv + leaf(inner, "qkv", "bias")
-        qkv = qkv.reshape(len(tokens), heads + 2 * groups, size)
-        q, k, v = qkv[:, :heads], qkv[:, heads : heads + groups], qkv[:, heads + groups :]
+    x = weight("model.embed_tokens")[tokens]
+    for name in (f"model.layers.{i}" for i in range(config.num_layers)):
+        inner = norm(x, weight(f"{name}.input_layernorm"))
+        projected = (inner @ weight(n).T + bias(n) for n in (f"{name}.self_attn.{part}_proj" for part in "qkv"))
+        q, k, v = (y.reshape(len(tokens), -1, size) for y in projected)
         if config.qk_norm:
-            q, k = norm(q, leaf(inner, "q_norm", "scale")), norm(k, leaf(inner, "k_norm", "scale"))
+            q, k = norm(q, weight(f"{name}.self_attn.q_norm")), norm(k, weight(f"{name}.self_attn.k_norm"))
         seen = np.zeros((len(tokens), heads, size))
         for t in range(len(tokens)):
             for head in range(heads):
-                group = head // (heads // groups)
-                keys = np.stack([turn(k[s, group], s) for s in range(t + 1)])
+                kv = head // (heads // kv_heads)
+                keys = np.stack([turn(k[s, kv], s) for s in range(t + 1)])
                 scores = keys @ turn(q[t, head], t) / np.sqrt(size)
                 weights = np.exp(scores - scores.max())
-                seen[t, head] = weights / weights.sum() @ v[: t + 1, group]
-        x = x + seen.reshape(len(tokens), -1) @ leaf(inner, "out", "kernel")
-        gate, up = np.split(norm(x, leaf(layer, "mlp_norm", "scale")) @ leaf(layer, "gate_up", "kernel"), 2, axis=-1)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ leaf(layer, "down", "kernel")
-    x = norm(x, leaf(params, "norm", "scale"))
-    return x @ (leaf(params, "embed", "embedding").T if config.tie_embeddings else leaf(params, "head", "kernel"))
+                seen[t, head] = weights / weights.sum() @ v[: t + 1, kv]
+        x = x + seen.reshape(len(tokens), -1) @ weight(f"{name}.self_attn.o_proj").T
+        inner = norm(x, weight(f"{name}.post_attention_layernorm"))
+        gate, up = inner @ weight(f"{name}.mlp.gate_proj").T, inner @ weight(f"{name}.mlp.up_proj").T
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight(f"{name}.mlp.down_proj").T
+    return norm(x, weight("model.norm")) @ weight("model.embed_tokens" if config.tie_embeddings else "lm_head").T
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS)[:3])
 def test_the_layers_are_those_of_the_papers(variant: str) -> None:
     """Norms, grouped heads, rotary pairs, scale, gate and head, against loops over heads and positions."""
     model = model_of(variant)
-    want = plain_forward(model.config, model.params, TOKENS[0])
+    want = plain_forward(model.config, plain_tensors(model.config, model.params), TOKENS[0])
     np.testing.assert_allclose(full(model, TOKENS, POSITIONS, CAUSAL)[0], want, atol=1e-4)
+
+
+@pytest.mark.parametrize("fields", [{}, {"qkv_bias": True, "num_kv_heads": 1}, {"qkv_bias": True, "num_heads": 6}])
+def test_hugging_face_tensors_mean_what_the_papers_say(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Tensors made under Hugging Face's names give the logits of the plain reference once they are loaded."""
+    config = dataclasses.replace(zoo.SMALL, **fields)
+    draw = np.random.default_rng(5).normal
+    shapes = {n: x.shape for n, x in plain_tensors(config, init_transformer(config).params).items()}
+    tensors = {n: draw(1.0 if "norm" in n else 0.0, 0.3, shape).astype(np.float32) for n, shape in shapes.items()}
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    model = transformer_model(config, load_params(tmp_path, config, jnp.dtype(jnp.float32)))
+    want = plain_forward(config, tensors, TOKENS[0])
+    np.testing.assert_allclose(full(model, TOKENS, POSITIONS, CAUSAL)[0], want, atol=1e-3)
+    back = plain_tensors(config, model.params)
+    assert set(back) == set(tensors) and all((back[n] == tensors[n]).all() for n in tensors)
 
 
 def test_masks_decide_who_sees_whom() -> None:

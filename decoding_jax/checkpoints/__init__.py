@@ -16,6 +16,7 @@ from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
 from decoding_jax.checkpoints.huggingface import Placement
 from decoding_jax.checkpoints.orbax import FORMAT, load_orbax, save, write_folder
 from decoding_jax.checkpoints.tokenizer import Tokenizer
+from decoding_jax.checkpoints.workdir import is_workdir, load_workdir
 from decoding_jax.models.functional import transformer_model
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.types import Model
@@ -33,9 +34,11 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: 
 
     Args:
       name_or_path: the name of a packaged model ("smollm2-135m-instruct"), a Hugging Face folder
-        (config.json, safetensors, tokenizer.json), a .gguf file, or a folder that `save` wrote.
+        (config.json, safetensors, tokenizer.json), a .gguf file, a folder that `save` wrote, or the
+        workdir of a training run: its checkpoint with the lowest metric, the newest where none has a
+        metric; checkpoints that cannot be read are skipped with a warning.
       dtype: of the params: "float32" (default, and what exactness is measured in), "bfloat16" or
-        "float16"; a folder of `save` keeps its own by default.
+        "float16"; a folder of `save` and a workdir keep their own by default.
       placement: where params go: a jax Sharding for all of them, or a function of (path, shape) that
         returns one (`tensor_parallel(mesh)`); every tensor goes straight there.
 
@@ -48,7 +51,7 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: 
             raise ValueError(f"{path}: a model is a folder or a .gguf file")
         return _load_huggingface(hf_folder_from_gguf(path), dtype, placement)
     if huggingface.read_config(path).get("format") == FORMAT:
-        return load_orbax(path, dtype, placement)
+        return load_workdir(path, dtype, placement) if is_workdir(path) else load_orbax(path, dtype, placement)
     return _load_huggingface(path, dtype, placement)
 
 

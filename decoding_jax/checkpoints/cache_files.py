@@ -9,7 +9,7 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 MANIFEST = "manifest.json"
@@ -52,7 +52,7 @@ def cached_folder(folder: Path, build: Callable[[Path], None]) -> Path:
       ValueError: the files cannot be written.
     """
     while (seen := _identity(folder)) is not None:
-        fault = _fault(folder)
+        fault = fault_of(folder)
         if fault is None:
             return folder
         # Only what was judged may be thrown away: another process may have repaired it meanwhile.
@@ -75,31 +75,38 @@ def _build(folder: Path, build: Callable[[Path], None]) -> Path:
     scratch.mkdir()
     try:
         build(scratch)
-        _write_manifest(scratch)
+        write_manifest(scratch)
         try:
             os.rename(scratch, folder)
         except OSError:
             # A folder that is not empty is never replaced, so another process may have been first.
-            if _fault(folder) is not None:
+            if fault_of(folder) is not None:
                 raise
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return folder
 
 
-def _write_manifest(folder: Path) -> None:
+def write_manifest(folder: Path, unlisted: Collection[str] = ()) -> None:
+    """Lists a folder's files in its manifest with their sizes and SHA-256, but for the unlisted paths."""
     files = {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
+        name: {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
         for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        if path.is_file() and (name := path.relative_to(folder).as_posix()) not in unlisted
     }
     (folder / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n", encoding="utf-8")
 
 
-def _fault(folder: Path) -> str | None:
-    """What is wrong with a folder, None when nothing is. Files the manifest does not list are not judged."""
+def fault_of(folder: Path, within: str = "") -> str | None:
+    """What is wrong with a folder that has a manifest, None when nothing is.
+
+    Args:
+      folder: files that its manifest does not list are not judged.
+      within: where paths begin that are judged, such as "model/".
+    """
     try:
-        files = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        listed = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = {name: facts for name, facts in listed.items() if name.startswith(within)}
         for name, facts in files.items():
             if (folder / name).stat().st_size != facts["bytes"]:
                 return f"{name} has the wrong size"

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import json
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,14 +32,23 @@ FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
 
 class Source(NamedTuple):
-    """Where a param comes from: tensors joined along their first axis, transposed if it is a kernel."""
+    """Where a param comes from: one tensor, or several that are fused.
+
+    Tensors are fused along their first axis, group by group: each gives `widths` rows to every group, one width a
+    tensor. Kernels are (out, in) in a folder and (in, out) here, so they are transposed.
+    """
 
     names: tuple[str, ...]
     transpose: bool
+    groups: int = 1
+    widths: tuple[int, ...] = ()
 
 
 def tensor_table(config: TransformerConfig) -> dict[str, Source]:
     """Our params by path, and the tensors each is made of; all covered families share these names."""
+    size, mlp_width = config.head_size, config.mlp_width
+    # Query head h belongs to key head h // (queries a key head), so a group's query heads are neighbours there too.
+    qkv_parts = (config.num_kv_heads, (config.num_heads // config.num_kv_heads * size, size, size))
     table = {
         "embed/embedding": Source(("model.embed_tokens.weight",), False),
         "norm/scale": Source(("model.norm.weight",), False),
@@ -47,27 +58,44 @@ def tensor_table(config: TransformerConfig) -> dict[str, Source]:
     for i in range(config.num_layers):
         ours, theirs = f"layers/{i}", f"model.layers.{i}"
         qkv = tuple(f"{theirs}.self_attn.{x}_proj" for x in "qkv")
+        gate_up = (f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight")
         table |= {
             f"{ours}/attention_norm/scale": Source((f"{theirs}.input_layernorm.weight",), False),
-            f"{ours}/attention/qkv/kernel": Source(tuple(f"{name}.weight" for name in qkv), True),
+            f"{ours}/attention/qkv/kernel": Source(tuple(f"{name}.weight" for name in qkv), True, *qkv_parts),
             f"{ours}/attention/out/kernel": Source((f"{theirs}.self_attn.o_proj.weight",), True),
             f"{ours}/mlp_norm/scale": Source((f"{theirs}.post_attention_layernorm.weight",), False),
-            f"{ours}/gate_up/kernel": Source((f"{theirs}.mlp.gate_proj.weight", f"{theirs}.mlp.up_proj.weight"), True),
+            f"{ours}/gate_up/kernel": Source(gate_up, True, 1, (mlp_width, mlp_width)),
             f"{ours}/down/kernel": Source((f"{theirs}.mlp.down_proj.weight",), True),
         }
         if config.qkv_bias:
-            table[f"{ours}/attention/qkv/bias"] = Source(tuple(f"{name}.bias" for name in qkv), False)
+            table[f"{ours}/attention/qkv/bias"] = Source(tuple(f"{name}.bias" for name in qkv), False, *qkv_parts)
         if config.qk_norm:
             table[f"{ours}/attention/q_norm/scale"] = Source((f"{theirs}.self_attn.q_norm.weight",), False)
             table[f"{ours}/attention/k_norm/scale"] = Source((f"{theirs}.self_attn.k_norm.weight",), False)
     return table
 
 
-def part_sizes(config: TransformerConfig, path: str) -> list[int]:
-    """How wide the parts of a fused param are, in the order of its Source."""
-    if "/qkv/" in path:
-        return [count * config.head_size for count in (config.num_heads, *[config.num_kv_heads] * 2)]
-    return [config.mlp_width] * 2
+def tensor_shapes(source: Source, shape: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """The shapes of the tensors that make a param of this shape."""
+    rows, *rest = (math.prod(shape[1:]), shape[0]) if source.transpose else shape
+    return [(n, *rest) for n in (source.groups * width for width in source.widths)] or [(rows, *rest)]
+
+
+def fuse(source: Source, tensors: Sequence[np.ndarray], shape: tuple[int, ...]) -> np.ndarray:
+    """A param of this shape from its tensors."""
+    rows = tensors[0]
+    if len(tensors) > 1:
+        grouped = [x.reshape(source.groups, -1, *x.shape[1:]) for x in tensors]
+        rows = np.concatenate(grouped, axis=1).reshape(-1, *rows.shape[1:])
+    return np.ascontiguousarray(rows.T if source.transpose else rows).reshape(shape)
+
+
+def unfuse(source: Source, param: np.ndarray) -> list[np.ndarray]:
+    """The inverse of `fuse`."""
+    rows = param.reshape(len(param), -1).T if source.transpose else param
+    grouped = rows.reshape(source.groups, -1, *rows.shape[1:])
+    ends = list(itertools.accumulate(source.widths))[:-1]
+    return [np.ascontiguousarray(x.reshape(-1, *rows.shape[1:])) for x in np.split(grouped, ends, axis=1)]
 
 
 # --------------------------------------------------------------------------------------- config.json
@@ -156,8 +184,13 @@ def config_to_hf(config: TransformerConfig, eos_ids: tuple[int, ...], dtype: str
     """A config.json that transformers and `config_from_hf` read; the family follows from the settings.
 
     Raises:
-      ValueError: no family has these settings together.
+      ValueError: no family has these settings together, or it is an encoder-decoder.
     """
+    if config.encoder_layers:
+        raise ValueError(
+            f"encoder_layers={config.encoder_layers}: no supported Hugging Face family is an encoder-decoder of these "
+            "layers; keep the model as a folder of decoding_jax.save"
+        )
     if config.qk_norm and config.qkv_bias:
         raise ValueError("no supported family has both qkv_bias and qk_norm; this model has no Hugging Face form")
     family = (
@@ -261,12 +294,10 @@ def load_params(folder: Path, config: TransformerConfig, dtype: Any, placement: 
             problems += [f"missing: {name}" for name in missing]
             if missing:
                 continue
-            expected = tuple(reversed(leaf.shape)) if source.transpose else leaf.shape
-            sizes = part_sizes(config, path) if len(source.names) > 1 else [expected[0]]
-            for name, size in zip(source.names, sizes, strict=True):
+            for name, expected in zip(source.names, tensor_shapes(source, leaf.shape), strict=True):
                 shape = tuple(tensors[name].get_slice(name).get_shape())
-                if shape != (size, *expected[1:]):
-                    problems.append(f"wrong shape: {name} is {shape}, the config wants {(size, *expected[1:])}")
+                if shape != expected:
+                    problems.append(f"wrong shape: {name} is {shape}, the config wants {expected}")
         # A tied head may be stored again, and old files hold rotary tables that follow from the config.
         spare = {name for name in tensors if name.endswith("rotary_emb.inv_freq")}
         spare |= {"lm_head.weight"} if config.tie_embeddings else set()
@@ -278,9 +309,7 @@ def load_params(folder: Path, config: TransformerConfig, dtype: Any, placement: 
         def read(path: str, leaf: Any) -> jax.Array:
             source = table[path]
             parts = [tensors[name].get_tensor(name).astype(dtype) for name in source.names]
-            whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-            whole = np.ascontiguousarray(whole.T) if source.transpose else whole
-            return jax.device_put(whole, sharding_for(placement, path, leaf.shape))
+            return jax.device_put(fuse(source, parts, leaf.shape), sharding_for(placement, path, leaf.shape))
 
         params = [read(path_of(key_path), leaf) for key_path, leaf in leaves]
     return jax.tree.unflatten(treedef, params)
@@ -291,13 +320,8 @@ def save_params(folder: Path, config: TransformerConfig, params: PyTree) -> None
     table = tensor_table(config)
     tensors: dict[str, np.ndarray] = {}
     for key_path, leaf in jax.tree.flatten_with_path(params)[0]:
-        path = path_of(key_path)
-        source = table[path]
-        whole = np.asarray(leaf).T if source.transpose else np.asarray(leaf)
-        parts = [whole]
-        if len(source.names) > 1:
-            parts = np.split(whole, np.cumsum(part_sizes(config, path))[:-1])
-        tensors |= {n: np.ascontiguousarray(p) for n, p in zip(source.names, parts, strict=True)}
+        source = table[path_of(key_path)]
+        tensors |= dict(zip(source.names, unfuse(source, np.asarray(leaf)), strict=True))
     safetensors.numpy.save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from decoding_jax.checkpoints.huggingface import (
 from decoding_jax.checkpoints.tokenizer import Tokenizer
 from decoding_jax.models.functional import abstract_transformer, transformer_model
 from decoding_jax.models.transformer import TransformerConfig
-from decoding_jax.types import Model
+from decoding_jax.types import Model, PyTree
 
 FORMAT = "decoding_jax"
 
@@ -67,17 +67,10 @@ def save(model: Model, folder: str | os.PathLike[str]) -> None:
         raise ValueError(f"{model!r} has no TransformerConfig; only Transformers can be saved in this format")
 
     def fill(scratch: Path) -> None:
-        leaves = jax.tree.flatten_with_path(model.params)[0]
-        ocp.save(scratch / "params", {path_of(key_path): leaf for key_path, leaf in leaves})
-        if model.tokenizer is not None:
-            model.tokenizer.save(scratch)
-        raw = {
-            "format": FORMAT,
-            "transformer": config_as_dict(config),
-            "dtype": leaves[0][1].dtype.name,
-            "eos_ids": list(model.eos_ids),
-        }
-        (scratch / "config.json").write_text(json.dumps(raw, indent=2) + "\n")
+        arrays, _ = by_path(model.params)
+        ocp.save(scratch / "params", arrays)
+        dtype = next(iter(arrays.values())).dtype.name
+        write_model_files(config, model.tokenizer, model.eos_ids, scratch, dtype)
 
     write_folder(Path(folder).absolute(), fill)
 
@@ -88,24 +81,86 @@ def load_orbax(folder: Path, dtype: Any = None, placement: Placement = None) -> 
     Raises:
       ValueError: the config or the checkpoint cannot be read; it names the file.
     """
+    config, dtype, fields = read_model_files(folder, dtype)
+    return transformer_model(config, restore_params(folder / "params", config, dtype, placement), **fields)
+
+
+def write_model_files(
+    config: TransformerConfig,
+    tokenizer: Tokenizer | None,
+    eos_ids: Sequence[int],
+    folder: Path,
+    dtype: str = "float32",
+) -> None:
+    """Writes all of a model but its params: config.json, and the tokenizer's files if it has one.
+
+    The config comes last and in one step, so a folder that has one is complete.
+    """
+    if tokenizer is not None:
+        tokenizer.save(folder)
+    raw = {"format": FORMAT, "transformer": config_as_dict(config), "dtype": dtype, "eos_ids": list(eos_ids)}
+    scratch = folder / f".config.json.{uuid.uuid4().hex}"
+    scratch.write_text(json.dumps(raw, indent=2) + "\n")
+    os.replace(scratch, folder / "config.json")
+
+
+def read_model_files(folder: Path, dtype: Any = None) -> tuple[TransformerConfig, Any, dict[str, Any]]:
+    """The inverse of `write_model_files`: the config, the params' dtype (`dtype` goes first), and fields of Model.
+
+    Raises:
+      ValueError: a file cannot be read; it names the file.
+    """
     raw = read_config(folder)
     try:
         config, eos_ids = config_from_dict(raw["transformer"]), tuple(raw["eos_ids"])
         dtype = dtype_of(dtype or raw["dtype"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{folder / 'config.json'}: not a config of this version ({error!r})") from None
-    _, abstract = abstract_transformer(config, dtype)
-    leaves, treedef = jax.tree.flatten_with_path(abstract)
-    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    wanted = {}
-    for key_path, leaf in leaves:
-        path = path_of(key_path)
-        sharding = sharding_for(placement, path, leaf.shape) or here
-        wanted[path] = jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-    try:
-        arrays = ocp.load(folder.absolute() / "params", wanted)
-    except Exception as error:  # Orbax and TensorStore raise many kinds; none of them names the remedy
-        raise ValueError(f"{folder / 'params'} cannot be restored ({error}); save or convert it again") from error
-    params = jax.tree.unflatten(treedef, [arrays[path] for path in wanted])
     tokenizer = Tokenizer.from_folder(folder) if (folder / "tokenizer.json").exists() else None
-    return transformer_model(config, params, tokenizer=tokenizer, eos_ids=eos_ids)
+    return config, dtype, {"tokenizer": tokenizer, "eos_ids": eos_ids}
+
+
+def restore_params(
+    path: Path, config: TransformerConfig, dtype: Any, placement: Placement = None, item: str | None = None
+) -> PyTree:
+    """A Transformer's params from an Orbax checkpoint of them, or from one `item` of it, each to its placement.
+
+    Raises:
+      ValueError: the checkpoint cannot be read or holds another model; it names the path.
+    """
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    abstract, treedef = by_path(abstract_transformer(config, dtype)[1])
+    wanted = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_for(placement, name, x.shape) or here)
+        for name, x in abstract.items()
+    }
+    named = {} if item is None else {"checkpointable_name": item}
+    try:
+        arrays = ocp.load(path.absolute(), wanted, **named)
+    except Exception as error:  # Orbax and TensorStore raise many kinds; none of them names the remedy
+        raise ValueError(f"{path} cannot be restored ({reason(error)}); save or convert it again") from error
+    return jax.tree.unflatten(treedef, [arrays[name] for name in wanted])
+
+
+def by_path(tree: PyTree) -> tuple[dict[str, Any], Any]:
+    """The leaves of a pytree by their paths as text, in order, and its structure.
+
+    Raises:
+      ValueError: two leaves have the same path.
+    """
+    leaves, treedef = jax.tree.flatten_with_path(tree)
+    named = {path_of(key_path): leaf for key_path, leaf in leaves}
+    if len(named) < len(leaves):
+        paths = [path_of(key_path) for key_path, _ in leaves]
+        twice = sorted({path for path in paths if paths.count(path) > 1})
+        raise ValueError(f"several leaves of the pytree have the path {twice[0]!r}; rename one of their keys")
+    return named, treedef
+
+
+def reason(error: BaseException) -> str:
+    """Why Orbax failed, in one line: it wraps the cause in messages about handlers."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0] if lines else type(error).__name__
+    return text if len(text) <= 300 else f"{text[:300]}..."

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from decoding_jax.models.transformer import Transformer, TransformerConfig, View, init_cache
-from decoding_jax.types import Array, Cache, Features, Inputs, Model, PyTree
+from decoding_jax.types import Array, Cache, Features, Inputs, Model, ModelSpec, PyTree
 
 
 def full_precision(params: PyTree) -> contextlib.AbstractContextManager[Any]:
@@ -36,8 +35,25 @@ class ModuleApply:
         with full_precision(params):
             return nnx.merge(self.graphdef, params)(inputs, cache, self.selection)
 
-    def view(self, taps: tuple[int, ...], start: int, stop: int | None, skip: tuple[int, ...]) -> ModuleApply:
-        return dataclasses.replace(self, selection=View(taps, start, stop, skip))
+    def view(self, *selection: Any) -> ModuleApply:
+        """The same with other layers run; the fields of `View`."""
+        return dataclasses.replace(self, selection=View(*selection))
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleEncode:
+    """`encode` of a module with the call signature (tokens, lengths, dropout_key, view) -> rows of a cache."""
+
+    graphdef: Any
+    selection: View = dataclasses.field(default_factory=View)
+
+    def __call__(self, params: PyTree, tokens: Array, lengths: Array, dropout_key: Array | None = None) -> PyTree:
+        with full_precision(params):
+            return nnx.merge(self.graphdef, params).encode(tokens, lengths, dropout_key, self.selection)
+
+    def view(self, *selection: Any) -> ModuleEncode:
+        """The same with other layers run; the fields of `View`."""
+        return dataclasses.replace(self, selection=View(*selection))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,27 +84,41 @@ def abstract_transformer(config: TransformerConfig, dtype: Any = jnp.float32) ->
     return nnx.split(module)
 
 
+def transformer_spec(config: TransformerConfig, dtype: Any = jnp.float32, view: View = View()) -> ModelSpec:
+    """The static part of a Transformer that computes in `dtype`."""
+    graphdef, _ = abstract_transformer(config, dtype)
+    return ModelSpec(
+        apply=ModuleApply(graphdef, view),
+        readout=ModuleReadout(graphdef),
+        init_cache=TransformerInitCache(config, jnp.dtype(dtype)),
+        vocab_size=config.vocab_size,
+        encode=ModuleEncode(graphdef, view) if config.encoder_layers else None,
+    )
+
+
 def transformer_model(config: TransformerConfig, params: PyTree, **fields: Any) -> Model:
     """A Model over existing Transformer params (as `nnx.split` gives them); `fields` are Model's."""
-    dtype = jax.tree.leaves(params)[0].dtype
-    graphdef, _ = abstract_transformer(config, dtype)
+    spec = transformer_spec(config, jax.tree.leaves(params)[0].dtype)
     return Model(
-        apply=ModuleApply(graphdef),
+        apply=spec.apply,
         params=params,
         vocab_size=config.vocab_size,
-        init_cache=TransformerInitCache(config, jnp.dtype(dtype)),
-        readout=ModuleReadout(graphdef),
+        init_cache=spec.init_cache,
+        readout=spec.readout,
+        encode=spec.encode,
+        start_id=config.start_id,
         config=config,
         max_length=config.max_length,
         **fields,
     )
 
 
+def initial_params(config: TransformerConfig, seed: Array, dtype: Any = jnp.float32) -> PyTree:
+    """Random params of a Transformer, for use inside a jitted function; seed u32[]."""
+    return nnx.state(Transformer(config, dtype=dtype, rngs=nnx.Rngs(jax.random.key(seed))))
+
+
 def init_transformer(config: TransformerConfig, seed: int = 0, dtype: Any = jnp.float32, **fields: Any) -> Model:
     """A Transformer with random params, made by one compiled function."""
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def make(seed: Array, config: TransformerConfig) -> PyTree:
-        return nnx.state(Transformer(config, dtype=dtype, rngs=nnx.Rngs(jax.random.key(seed))))
-
-    return transformer_model(config, make(jnp.uint32(seed), config), **fields)
+    params = jax.jit(initial_params, static_argnums=(0, 2))(config, jnp.uint32(seed), dtype)
+    return transformer_model(config, params, **fields)

@@ -1,14 +1,20 @@
-"""One Transformer: Llama 1-3, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 (dense) by configuration.
+"""One Transformer: Llama 1-3, SmolLM2, Mistral, Qwen2/2.5 and Qwen3 (dense), and encoder-decoders of the same layers.
 
 Causal, bidirectional, block-causal and tree-shaped use differ in the mask and cache that a call
-brings, never in this file. Weights are stored (in, out); q, k, v and gate, up are fused.
+brings, never in this file. Weights are stored (in, out). q, k, v and gate, up are fused, and laid out so
+that a split over devices cuts between groups of heads and never inside one:
+
+    qkv/kernel      [D, KV * (G + 2) * size]   for each key head its G query heads, its key, its value
+    kv/kernel       [D, KV * 2 * size]         for each key head its key, its value (cross-attention)
+    gate_up/kernel  [D, 2, F]
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any, Literal
+import math
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +42,12 @@ class RopeScaling:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The shape of a Transformer. Sizes are counts; `sliding_window` is in positions, None for no window."""
+    """The shape of a Transformer. Sizes are counts; `sliding_window` is in positions, None for no window.
+
+    With `encoder_layers` it is an encoder-decoder: `num_layers` counts the decoder's layers, which also look at
+    the encoded source, and its output begins behind `start_id`; both sides share the embedding. `dropout` is the
+    rate at which features are zeroed in calls that bring a key for it (training); other calls know no dropout.
+    """
 
     vocab_size: int
     num_layers: int
@@ -53,8 +64,16 @@ class TransformerConfig:
     qk_norm: bool = False
     tie_embeddings: bool = False
     sliding_window: int | None = None
+    encoder_layers: int = 0
+    start_id: int | None = None
+    dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        for name in ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "max_length"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout={self.dropout}: must be from 0 to below 1")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.num_kv_heads}")
         if self.head_size % 2:
@@ -63,12 +82,13 @@ class TransformerConfig:
 
 @dataclasses.dataclass(frozen=True)
 class View:
-    """Which layers run and whose outputs are returned (see `Model.view`)."""
+    """Which layers run, whose outputs are returned, and what a gradient recomputes (see `Model.view`)."""
 
     taps: tuple[int, ...] = ()
     start: int = 0
     stop: int | None = None
     skip: tuple[int, ...] = ()
+    remat: bool = False
 
     def layers(self, num_layers: int) -> list[int]:
         """The layers to run, in order."""
@@ -103,83 +123,202 @@ def rotate(x: Array, cos: Array, sin: Array) -> Array:
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def dropout(x: Array, key: Array | None, rate: float) -> Array:
+    """Zeroes features at the given rate (to 1/256) and scales the rest up; without a key nothing happens.
+
+    A byte decides each, since 32 random bits for every feature of every layer would cost a CPU more than they are
+    worth.
+    """
+    dropped = round(rate * 256)
+    if key is None or not dropped:
+        return x
+    keep = jax.random.bits(key, x.shape, jnp.uint8) >= dropped
+    return jnp.where(keep, x * jnp.asarray(256 / (256 - dropped), x.dtype), jnp.zeros((), x.dtype))
+
+
+class Linear(nnx.Module):
+    """x [..., D] times a kernel [D, *outputs], plus a bias [*outputs] where there is one.
+
+    Not nnx.Linear: in a gradient XLA's CPU backend takes twice as long over several batch axes as over one.
+    Random kernels have variance scale / D.
+    """
+
+    def __init__(
+        self, inputs: int, *outputs: int, dtype: Any, rngs: nnx.Rngs, scale: float = 1.0, use_bias: bool = False
+    ):
+        init = nnx.initializers.variance_scaling(scale, "fan_in", "truncated_normal", in_axis=0, out_axis=-1)
+        kernel = init(rngs.params(), (inputs, math.prod(outputs)), dtype)
+        self.kernel = nnx.Param(kernel.reshape(inputs, *outputs))
+        self.bias = nnx.Param(jnp.zeros(outputs, dtype)) if use_bias else None
+
+    def __call__(self, x: Array) -> Array:
+        kernel = self.kernel.get_value()
+        y = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())))
+        y = y.reshape(*x.shape[:-1], *kernel.shape[1:])
+        return y if self.bias is None else y + jnp.broadcast_to(self.bias.get_value(), y.shape)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention whose keys and values come from wherever the caller says."""
 
     def __init__(self, config: TransformerConfig, dtype: Any, *, rngs: nnx.Rngs):
         heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
-        self.sizes = (heads, kv_heads, size)
+        self.sizes = (kv_heads, heads // kv_heads, size)
         options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.qkv = nnx.Linear(config.width, (heads + 2 * kv_heads) * size, use_bias=config.qkv_bias, **options)
-        self.out = nnx.Linear(heads * size, config.width, use_bias=False, **options)
+        fused = (heads + 2 * kv_heads) * size
+        self.qkv = Linear(config.width, fused, use_bias=config.qkv_bias, dtype=dtype, rngs=rngs)
+        self.out = Linear(heads * size, config.width, scale=_residual_scale(config), dtype=dtype, rngs=rngs)
         self.q_norm = nnx.RMSNorm(size, epsilon=config.norm_eps, **options) if config.qk_norm else None
         self.k_norm = nnx.RMSNorm(size, epsilon=config.norm_eps, **options) if config.qk_norm else None
 
     def project(self, x: Array) -> tuple[Array, Array, Array]:
         """x [B, T, D] -> q [B, T, H, size], k and v [B, T, kv heads, size], normalised where the model does."""
-        heads, kv_heads, size = self.sizes
-        qkv = self.qkv(x).reshape(*x.shape[:2], heads + 2 * kv_heads, size)
-        q, k, v = jnp.split(qkv, [heads, heads + kv_heads], axis=2)
+        kv_heads, group, size = self.sizes
+        grouped = self.qkv(x).reshape(*x.shape[:2], kv_heads, group + 2, size)
+        q = grouped[..., :group, :].reshape(*x.shape[:2], kv_heads * group, size)
+        k, v = grouped[..., group, :], grouped[..., group + 1, :]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         return q, k, v
 
     def attend(self, q: Array, k: Array, v: Array, mask: Array) -> Array:
-        """Looks from q [B, T, H, size] at k, v [B, S, kv heads, size] where mask bool[B, T, S]: [B, T, D].
-
-        The keys may be the cache's, this call's own, or another sequence's (cross-attention).
-        """
+        """Looks from q [B, T, H, size] at k, v [B, S, kv heads, size] where mask bool[B, T, S]: [B, T, D]."""
         seen = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
         return self.out(seen.reshape(*seen.shape[:2], -1))
 
 
-class Layer(nnx.Module):
-    """Pre-norm attention and gated MLP."""
+class CrossAttention(nnx.Module):
+    """Attention to an encoded source, whose keys and values are made once."""
 
     def __init__(self, config: TransformerConfig, dtype: Any, *, rngs: nnx.Rngs):
-        options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
-        self.attention_norm = nnx.RMSNorm(config.width, epsilon=config.norm_eps, **options)
-        self.attention = Attention(config, dtype, rngs=rngs)
-        self.mlp_norm = nnx.RMSNorm(config.width, epsilon=config.norm_eps, **options)
-        self.gate_up = nnx.Linear(config.width, 2 * config.mlp_width, use_bias=False, **options)
-        self.down = nnx.Linear(config.mlp_width, config.width, use_bias=False, **options)
+        heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+        self.sizes = (kv_heads, heads // kv_heads, size)
+        self.q = Linear(config.width, heads * size, dtype=dtype, rngs=rngs)
+        self.kv = Linear(config.width, kv_heads * 2 * size, dtype=dtype, rngs=rngs)
+        self.out = Linear(heads * size, config.width, scale=_residual_scale(config), dtype=dtype, rngs=rngs)
 
-    def mlp(self, x: Array) -> Array:
-        gate, up = jnp.split(self.gate_up(x), 2, axis=-1)
-        return self.down(jax.nn.silu(gate) * up)
+    def remember(self, encoded: Array) -> dict[str, Array]:
+        """Keys and values [B, M, kv heads, size] of an encoded source [B, M, D]."""
+        kv_heads, _, size = self.sizes
+        both = self.kv(encoded).reshape(*encoded.shape[:2], kv_heads, 2, size)
+        return {"k": both[..., 0, :], "v": both[..., 1, :]}
+
+    def attend(self, x: Array, memory: dict[str, Array], mask: Array) -> Array:
+        """Looks from x [B, T, D] at the remembered source where mask bool[B, M]: [B, T, D]."""
+        kv_heads, group, size = self.sizes
+        q = self.q(x).reshape(*x.shape[:2], kv_heads * group, size)
+        mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], mask.shape[1]))
+        seen = jax.nn.dot_product_attention(q, memory["k"], memory["v"], mask=mask)
+        return self.out(seen.reshape(*seen.shape[:2], -1))
+
+
+def _residual_scale(config: TransformerConfig) -> float:
+    """Variance of what writes to the residual stream, so that its size does not grow with depth (GPT-2, 2019)."""
+    return 1.0 / (2 * max(config.num_layers, config.encoder_layers))
+
+
+class Layer(nnx.Module):
+    """Pre-norm attention, to the source too where there is one, and a gated MLP."""
+
+    def __init__(self, config: TransformerConfig, dtype: Any, *, cross: bool = False, rngs: nnx.Rngs):
+        options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, **options)
+        self.dropout = config.dropout
+        self.attention_norm = norm()
+        self.attention = Attention(config, dtype, rngs=rngs)
+        self.cross_norm = norm() if cross else None
+        self.cross = CrossAttention(config, dtype, rngs=rngs) if cross else None
+        self.mlp_norm = norm()
+        self.gate_up = Linear(config.width, 2, config.mlp_width, dtype=dtype, rngs=rngs)
+        self.down = Linear(config.mlp_width, config.width, scale=_residual_scale(config), dtype=dtype, rngs=rngs)
+
+    def mlp(self, x: Array, key: Array | None) -> Array:
+        """x [B, T, D] -> [B, T, D]."""
+        both = self.gate_up(x)
+        return self.down(dropout(jax.nn.silu(both[..., 0, :]) * both[..., 1, :], key, self.dropout))
+
+
+class _LayerInputs(NamedTuple):
+    """What a layer reads besides the features: angles f32[B, T, size / 2], the mask, where keys go, the source."""
+
+    cos: Array
+    sin: Array
+    mask: Array
+    slots: Array | None = None
+    kept: Any = None
+    memory: Any = None
+    memory_mask: Array | None = None
+    key: Array | None = None
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _run_layer(
-    graphdef: Any, params: PyTree, x: Array, cos: Array, sin: Array, mask: Array, slots: Array | None, kept: Any
-) -> tuple[Array, Any]:
-    """One layer over x [B, T, D], and its cached keys and values with this call's written to `slots`.
+def _run_layer(graphdef: Any, params: PyTree, x: Array, given: _LayerInputs) -> tuple[Array, Any]:
+    """One layer over x [B, T, D], and its cached keys and values with this call's written to the slots.
 
     Jitted by itself so that all layers, being alike, are traced and lowered once; XLA inlines it.
     """
     layer = nnx.merge(graphdef, params)
+    keys = [None] * 4 if given.key is None else list(jax.random.split(given.key, 4))
     q, k, v = layer.attention.project(layer.attention_norm(x))
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    if slots is not None:
-        kept = {"k": write_slots(kept["k"], slots, k), "v": write_slots(kept["v"], slots, v)}
+    q, k = rotate(q, given.cos, given.sin), rotate(k, given.cos, given.sin)
+    kept = given.kept
+    if given.slots is not None:
+        kept = {"k": write_slots(kept["k"], given.slots, k), "v": write_slots(kept["v"], given.slots, v)}
         k, v = kept["k"], kept["v"]
-    x = x + layer.attention.attend(q, k, v, mask)
-    return x + layer.mlp(layer.mlp_norm(x)), kept
+    x = x + dropout(layer.attention.attend(q, k, v, given.mask), keys[0], layer.dropout)
+    if layer.cross is not None:
+        seen = layer.cross.attend(layer.cross_norm(x), given.memory, given.memory_mask)
+        x = x + dropout(seen, keys[1], layer.dropout)
+    return x + dropout(layer.mlp(layer.mlp_norm(x), keys[2]), keys[3], layer.dropout), kept
+
+
+_rematerialised_layer = jax.checkpoint(_run_layer, static_argnums=0)
 
 
 class Transformer(nnx.Module):
-    """Token ids to hidden features; `readout` turns features into logits."""
+    """Token ids to hidden features; `readout` turns features into logits, `encode` a source into memory."""
 
     def __init__(self, config: TransformerConfig, *, dtype: Any = jnp.float32, rngs: nnx.Rngs):
+        options = {"dtype": dtype, "param_dtype": dtype, "rngs": rngs}
+        norm = functools.partial(nnx.RMSNorm, config.width, epsilon=config.norm_eps, **options)
+        cross = config.encoder_layers > 0
         self.config = config
-        self.embed = nnx.Embed(config.vocab_size, config.width, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(config, dtype, rngs=rngs) for _ in range(config.num_layers)])
-        self.norm = nnx.RMSNorm(config.width, epsilon=config.norm_eps, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        self.head = (
-            None
-            if config.tie_embeddings
-            else nnx.Linear(config.width, config.vocab_size, use_bias=False, dtype=dtype, param_dtype=dtype, rngs=rngs)
-        )
+        self.embed = nnx.Embed(config.vocab_size, config.width, **options)
+        self.encoder = nnx.List([Layer(config, dtype, rngs=rngs) for _ in range(config.encoder_layers)])
+        self.encoder_norm = norm() if cross else None
+        self.layers = nnx.List([Layer(config, dtype, cross=cross, rngs=rngs) for _ in range(config.num_layers)])
+        self.norm = norm()
+        self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
+
+    def _angles(self, positions: Array) -> tuple[Array, Array]:
+        angles = positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)[None, None]
+        return jnp.cos(angles), jnp.sin(angles)
+
+    def encode(
+        self, tokens: Array, lengths: Array, dropout_key: Array | None = None, view: View = View()
+    ) -> dict[str, Any]:
+        """The memory that the decoder's layers look at: `Cache.rows` of an encoder-decoder.
+
+        Args:
+          tokens: i32[B, M], sources.
+          lengths: i32[B], at least 1.
+          dropout_key: for training.
+          view: its `remat` applies.
+        """
+        if self.encoder_norm is None:
+            raise ValueError("encode: this Transformer has no encoder (encoder_layers=0)")
+        batch, size = tokens.shape
+        inside = jnp.arange(size)[None] < lengths[:, None]
+        cos, sin = self._angles(jnp.broadcast_to(jnp.arange(size)[None], (batch, size)))
+        given = _LayerInputs(cos, sin, jnp.broadcast_to(inside[:, None], (batch, size, size)))
+        keys = _layer_keys(dropout_key, len(self.encoder))
+        run = _rematerialised_layer if view.remat else _run_layer
+        x = dropout(self.embed(tokens), keys[-1], self.config.dropout)
+        for layer, key in zip(self.encoder, keys, strict=False):
+            x, _ = run(*nnx.split(layer), x, given._replace(key=key))
+        x = self.encoder_norm(x)
+        memories = [layer.cross.remember(x) for layer in self.layers if layer.cross is not None]
+        return {"layers": memories, "mask": inside}
 
     def __call__(self, inputs: Inputs, cache: Cache | None, view: View = View()) -> Features:
         """Runs the layers of `view`; a cache is read and written where `inputs.slots` says.
@@ -189,36 +328,48 @@ class Transformer(nnx.Module):
         """
         if inputs.time is not None or inputs.features is not None:
             raise ValueError("Inputs.time and Inputs.features: this Transformer takes neither; leave them None")
+        keys = _layer_keys(inputs.dropout_key, self.config.num_layers)
         x = self.embed(inputs.tokens) if inputs.embeds is None else inputs.embeds
-        angles = inputs.positions[..., None].astype(jnp.float32) * rope_frequencies(self.config)[None, None]
-        cos, sin = jnp.cos(angles), jnp.sin(angles)
-        mask, slots, layers, key_positions = inputs.mask, inputs.slots, None, inputs.positions
+        x = dropout(x, keys[-1], self.config.dropout)
+        mask, slots, kept, key_positions = inputs.mask, inputs.slots, None, inputs.positions
         if slots is not None:
             if cache is None:
                 raise ValueError("Inputs.slots are given, but there is no cache to write to")
-            layers = list(cache.slots["layers"])
+            kept = list(cache.slots["layers"])
             key_positions = write_slots(cache.slots["positions"], slots, inputs.positions)
         if self.config.sliding_window is not None:
             distance = inputs.positions[:, :, None] - key_positions[:, None, :]
             mask = mask & (jnp.abs(distance) < self.config.sliding_window)
+        given = _LayerInputs(*self._angles(inputs.positions), mask, slots)
+        memory: list[Any] = [None] * self.config.num_layers
+        if self.encoder_norm is not None:
+            if cache is None or not cache.rows:
+                raise ValueError("an encoder-decoder looks at a source: put encode's memory into Cache.rows")
+            memory, given = cache.rows["layers"], given._replace(memory_mask=cache.rows["mask"])
 
-        taps = {}
-        for index in view.layers(self.config.num_layers):
-            kept = None if layers is None else layers[index]
-            x, kept = _run_layer(*nnx.split(self.layers[index]), x, cos, sin, mask, slots, kept)
-            if layers is not None:
-                layers[index] = kept
-            taps[index] = x
-        if cache is not None and layers is not None:
-            cache = dataclasses.replace(cache, slots={"layers": layers, "positions": key_positions})
+        run, taps = _rematerialised_layer if view.remat else _run_layer, {}
+        for i in view.layers(self.config.num_layers):
+            given = given._replace(kept=None if kept is None else kept[i], memory=memory[i], key=keys[i])
+            x, new = run(*nnx.split(self.layers[i]), x, given)
+            if kept is not None:
+                kept[i] = new
+            taps[i] = x
+        if cache is not None and kept is not None:
+            cache = dataclasses.replace(cache, slots={"layers": kept, "positions": key_positions})
         if view.stop is None:
             x = self.norm(x)
         return Features(x, tuple(taps[i] for i in view.taps), cache)
 
     def readout(self, hidden: Array) -> Array:
         """Features [..., D] to logits f32[..., V]."""
-        logits = self.embed.attend(hidden) if self.head is None else self.head(hidden)
-        return logits.astype(jnp.float32)
+        rows = hidden.reshape(-1, hidden.shape[-1])
+        logits = self.embed.attend(rows) if self.head is None else self.head(rows)
+        return logits.astype(jnp.float32).reshape(*hidden.shape[:-1], -1)
+
+
+def _layer_keys(key: Array | None, layers: int) -> list[Array | None]:
+    """A key for each layer, and one for the embedding behind them."""
+    return [None] * (layers + 1) if key is None else list(jax.random.split(key, layers + 1))
 
 
 def init_cache(config: TransformerConfig, batch: int, capacity: int, dtype: Any = jnp.float32) -> Cache:

@@ -13,7 +13,9 @@ FAILED, BAD_USAGE = 1, 2
 
 def say(text: str) -> None:
     """One line on standard error, with the command's name in front."""
-    print(f"{Path(sys.argv[0]).stem}: {text}", file=sys.stderr, flush=True)
+    path = Path(sys.argv[0])
+    name = path.parent.name if path.stem == "__main__" else path.stem
+    print(f"{name}: {text}", file=sys.stderr, flush=True)
 
 
 def one_line(error: BaseException) -> str:

@@ -1,0 +1,55 @@
+r"""Multi30k English-German (task 1) in the published "Transformer-Tiny" size: 4 + 4 layers, width 128, 4 heads.
+
+    python -m train --config=configs/multi30k.py:multi30k
+
+multi30k, or whatever path stands behind the colon, is a folder with {train,val,test_2016_flickr}.{en,de}.gz: 29,000,
+1,014 and 1,000 pairs, lower-cased here as in the papers that report this size. 10,000 joint byte pairs.
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from train.config import default_config
+
+SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
+
+
+def get_config(folder: str = "multi30k") -> ConfigDict:
+    """The settings, given the data's folder; each can be changed on the command line with --config.name=value."""
+    config = default_config()
+    config.objective = "seq2seq"
+    config.total_steps = 5000
+    config.label_smoothing = 0.1
+
+    config.data.name = "parallel_text"
+    config.data.files = ConfigDict(
+        {name: f"{folder}/{part}.en.gz,{folder}/{part}.de.gz" for name, part in SPLITS.items()}
+    )
+    config.data.lowercase = True
+    config.data.tokenizer.vocab_size = 10_000
+    config.data.batching = "bucketed"
+    config.data.length = 64
+    config.data.tokens_per_batch = 3072
+
+    config.model.num_layers = 4
+    config.model.encoder_layers = 4
+    config.model.width = 128
+    config.model.mlp_width = 256
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 4
+    config.model.head_size = 32
+    config.model.max_length = 128
+    config.model.dropout = 0.3
+
+    config.optimizer.learning_rate = 3e-3
+    config.optimizer.warmup_steps = 400
+    config.optimizer.final_fraction = 0.02
+    config.optimizer.weight_decay = 0.02
+    config.optimizer.ema = 0.998
+
+    config.evaluation.every = 500
+    config.evaluation.language = "de"
+    config.evaluation.batch_size = 64
+    config.checkpoint.every = 500
+    return config

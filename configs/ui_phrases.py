@@ -1,0 +1,49 @@
+r"""Short interface phrases, English to German or Chinese: the autoregressive teacher, on data inside this package.
+
+python -m train --config=configs/ui_phrases.py:en-de
+python -m train --config=configs/ui_phrases.py:en-zh
+"""
+
+from __future__ import annotations
+
+from ml_collections import ConfigDict
+
+from train.config import default_config
+
+
+def get_config(language_pair: str = "en-de") -> ConfigDict:
+    """The settings for a pair; each can be changed on the command line with --config.name=value."""
+    config = default_config()
+    config.objective = "seq2seq"
+    config.total_steps = 3000
+    config.label_smoothing = 0.1
+
+    config.data.name = "ui_phrases"
+    config.data.language_pair = language_pair
+    config.data.files = ConfigDict({"train": "train", "validation": "validation", "test": "test"})
+    config.data.tokenizer.vocab_size = 6000
+    config.data.batching = "bucketed"
+    config.data.length = 48
+    config.data.tokens_per_batch = 2048
+
+    config.model.num_layers = 3
+    config.model.encoder_layers = 3
+    config.model.width = 256
+    config.model.mlp_width = 512
+    config.model.num_heads = 4
+    config.model.num_kv_heads = 4
+    config.model.head_size = 64
+    config.model.max_length = 128
+    config.model.dropout = 0.3
+
+    config.optimizer.learning_rate = 2e-3
+    config.optimizer.warmup_steps = 300
+    config.optimizer.final_fraction = 0.02
+    config.optimizer.weight_decay = 0.02
+    config.optimizer.ema = 0.998
+
+    config.evaluation.every = 500
+    config.evaluation.language = language_pair.partition("-")[2]
+    config.evaluation.batch_size = 64
+    config.checkpoint.every = 500
+    return config

@@ -1,0 +1,1 @@
+"""Trains the models that decoding_jax decodes: `python -m train --config=... --workdir=...`."""

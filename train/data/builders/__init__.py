@@ -1,0 +1,111 @@
+"""The data sets of this package, prepared by TFDS as array_record files that need no TensorFlow.
+
+    ui_phrases           short interface texts, shipped with the package
+    parallel_text        pairs out of the user's own files
+    plain_text           documents out of the user's own files
+
+A prepared data set is in `root/name/config/version`, as everywhere in TFDS. The config of the user's own files is a
+digest of their content: files that change, or another choice of files, make another data set.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow_datasets as tfds
+from absl import logging
+
+from decoding_jax.checkpoints.cache_files import cached_folder, sha256_of_file
+from train.data.builders.files import FilesConfig, suffix
+from train.data.builders.parallel_text import ParallelText, check_files
+from train.data.builders.plain_text import PlainText, parse_part
+from train.data.builders.ui_phrases import SPLITS, UiPhrases
+
+OWN: dict[str, Any] = {"parallel_text": ParallelText, "plain_text": PlainText, "ui_phrases": UiPhrases}
+LANGUAGE_PAIRS = tuple(config.name for config in UiPhrases.BUILDER_CONFIGS)
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Without what TFDS says about every step; the builders show themselves how far a long reading is."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.ERROR)
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def prepare_ui_phrases(root: Path, language_pair: str) -> tfds.core.DatasetBuilder:
+    """ui_phrases in one of LANGUAGE_PAIRS, prepared if it is not yet.
+
+    Raises:
+      ValueError: there is no such pair, or `root` cannot be written.
+    """
+    if language_pair not in LANGUAGE_PAIRS:
+        raise ValueError(f"data.language_pair={language_pair!r}: ui_phrases has {', '.join(LANGUAGE_PAIRS)}")
+    return _prepare(root, "ui_phrases", UiPhrases.builder_configs[language_pair])
+
+
+def prepare_files(root: Path, name: str, files: Mapping[str, Any]) -> tfds.core.DatasetBuilder:
+    """parallel_text or plain_text of the user's files, prepared if it is not yet.
+
+    Args:
+      root: where prepared data sets are.
+      name: "parallel_text" or "plain_text"; their modules say how files are spelled.
+      files: by split; an empty entry means that there is no such split.
+
+    Raises:
+      ValueError: a split or a file that cannot be used, and the remedy; or `root` cannot be written.
+    """
+    splits = {split: names for split, value in files.items() if (names := _file_names(value))}
+    if unknown := sorted(set(splits) - set(SPLITS)):
+        raise ValueError(f"data.files has a split {unknown[0]!r}; there are {', '.join(SPLITS)}")
+    if not splits:
+        raise ValueError(f"data.files names no file; {name} needs them for at least one of {', '.join(SPLITS)}")
+    digests = {}
+    for split, names in splits.items():
+        try:
+            if name == "parallel_text":
+                check_files(names)
+            digests[split] = [_describe(file, has_parts=name == "plain_text") for file in names]
+        except ValueError as error:
+            raise ValueError(f'data.files["{split}"]={",".join(names)!r}: {error}') from None
+    digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
+    return _prepare(root, name, FilesConfig(name=digest[:16], splits=splits))
+
+
+def _file_names(value: str | Sequence[str] | None) -> list[str]:
+    names = value.split(",") if isinstance(value, str) else list(value or [])
+    return [str(Path(name.strip()).expanduser()) for name in names if name.strip()]
+
+
+def _describe(file: str, has_parts: bool) -> list[str]:
+    """All of a file that decides what is prepared: content, kind, part."""
+    path, *part = parse_part(file) if has_parts else (file,)
+    if not Path(path).is_file():
+        raise ValueError(f"there is no file {path!r} (names are relative to {str(Path.cwd())!r}); correct the name")
+    return [sha256_of_file(Path(path)), suffix(path), *map(str, part)]
+
+
+def _prepare(root: Path, name: str, config: tfds.core.BuilderConfig) -> tfds.core.DatasetBuilder:
+    def build(scratch: Path) -> None:
+        builder = OWN[name](data_dir=scratch / "work", config=config)
+        builder.download_and_prepare(file_format="array_record")
+        for file in Path(builder.data_dir).iterdir():
+            file.rename(scratch / file.name)
+        shutil.rmtree(scratch / "work")
+
+    # TFDS by itself fails when two processes prepare one data set at once, and trusts whatever it finds.
+    with quiet():
+        folder = cached_folder(root / name / config.name / str(OWN[name].VERSION), build)
+        return tfds.builder_from_directory(folder)

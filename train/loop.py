@@ -1,0 +1,367 @@
+"""The training loop: one step after the other, with logs, evaluations and checkpoints at their times."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from ml_collections import ConfigDict
+
+import decoding_jax as dj
+from decoding_jax.batch_job import write_atomically
+from decoding_jax.checkpoints.orbax import by_path, write_model_files
+from decoding_jax.models.functional import transformer_model
+from decoding_jax.registry import make_decoder
+from decoding_jax.types import Array, Model
+from train.checkpoints import Checkpoints
+from train.command import say
+from train.data.feed import Feed, rows_of_process
+from train.evaluation import bits_per_character, evaluate_decoding, perplexity, samples_of
+from train.metrics import Logs, Progress, plot_losses, read_scalars
+from train.optimizers import learning_rate
+from train.setup import (
+    Data,
+    base_model,
+    make_layout,
+    make_objective,
+    model_config,
+    open_data,
+    to_devices,
+    workdir_tokenizer,
+)
+from train.state import Layout, TrainState, make_evaluation, make_mesh, make_step
+
+CONFIG, RESULTS = "train_config.json", "results.json"
+# What may change between two starts of one run: none of it changes what is learnt.
+_FREE = ("log_every", "checkpoint", "evaluation", "profile", "compilation_cache", "mesh", "teacher.path")
+_FREE_DATA = ("prefetch", "data_dir")
+
+
+class Interrupted(Exception):
+    """A signal asked to stop; the state is saved.
+
+    Attributes:
+      number: of the signal.
+      step: the steps that are done and saved.
+    """
+
+    def __init__(self, number: int, step: int):
+        super().__init__(f"stopped by signal {number} after step {step}")
+        self.number, self.step = number, step
+
+
+class _Signals:
+    """Remembers the first SIGTERM or SIGINT until the step is done; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._receive)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        self.received = number
+        for each in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(each, signal.SIG_DFL)
+
+    def stop_after(self, step: int) -> bool:
+        """Whether to stop now; all processes answer alike."""
+        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
+            self.received = self.received or signal.SIGTERM
+        return self.received is not None and (jax.process_count() == 1 or self.received == signal.SIGTERM)
+
+
+def claim_workdir(workdir: Path, config: ConfigDict) -> None:
+    """Writes the resolved config into the folder, or compares it with the one that is there.
+
+    Raises:
+      ValueError: the folder belongs to a run with another config; it names the differences.
+    """
+    file = workdir / CONFIG
+    resolved = json.loads(config.to_json())
+    if file.exists():
+        there = _flat(json.loads(file.read_text(encoding="utf-8")))
+        here = _flat(resolved)
+        different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
+        different = [name for name in different if not _is_free(name)]
+        if different:
+            listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
+            raise ValueError(
+                f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another --workdir, or "
+                "remove that folder"
+            )
+    if jax.process_index() == 0:
+        workdir.mkdir(parents=True, exist_ok=True)
+        write_atomically(file, (json.dumps(resolved, indent=2) + "\n").encode())
+
+
+def _is_free(name: str) -> bool:
+    free = [*_FREE, *(f"data.{part}" for part in _FREE_DATA)]
+    return any(name == part or name.startswith(f"{part}.") for part in free)
+
+
+def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(tree, dict):
+        return {prefix: tree}
+    return {
+        name: leaf for key, part in tree.items() for name, leaf in _flat(part, f"{prefix}.{key}".strip(".")).items()
+    }
+
+
+class Trainer:
+    """A run: its data, its state on the devices, and what it writes.
+
+    Args:
+      config: of the run, as `train.config.default_config` lists it.
+      workdir: the folder of the run.
+
+    Raises:
+      ValueError: a setting does not fit, the workdir belongs to another run, or its checkpoints cannot be read.
+    """
+
+    def __init__(self, config: ConfigDict, workdir: Path):
+        self.config, self.workdir = config, workdir
+        claim_workdir(workdir, config)
+        mesh = make_mesh(config.mesh)
+        base = base_model(config, mesh)
+        kept = workdir_tokenizer(workdir)
+        tokenizer = kept or (None if base is None else base.tokenizer)
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        self.data: Data = open_data(config, tokenizer, shards * config.optimizer.accumulate)
+        self.tokenizer = self.data.tokenizer
+        shape = model_config(config, self.tokenizer) if base is None else base.config
+        self.layout: Layout = make_layout(config, shape, mesh)
+        self.objective = make_objective(config, self.layout, self.tokenizer)
+        self.decoder = make_decoder(config.evaluation.decoder, config.evaluation.get(config.evaluation.decoder, {}))
+        if jax.process_index() == 0:
+            write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
+        self.checkpoints = Checkpoints(workdir, config.checkpoint.keep_last, config.checkpoint.keep_best)
+        self.feed = Feed(self.data.plans["train"], jax.process_index(), jax.process_count(), config.data.prefetch)
+        self.first_step, self.state = self._restore_or_start(base)
+        self.train_step = make_step(self.layout, config)
+        self.evaluate_batch = make_evaluation(self.layout, config)
+        self.rate = learning_rate(config.optimizer, config.total_steps)
+        self.logs = Logs(workdir, self.first_step)
+        self.signals = _Signals()
+        self.validated: tuple[int, float] | None = None  # the step and loss of the newest validation
+
+    # --- the state, in memory and on disk
+
+    def _restore_or_start(self, base: Model | None) -> tuple[int, TrainState]:
+        abstract = self.layout.abstract_state
+        found = self.checkpoints.restore(self.layout.as_tree(abstract.decoding), _rest(abstract))
+        if found is not None:
+            say(f"going on from step {found.step} in {self.workdir}")
+            self.feed.set_state(found.extra["feed"])
+            params, _ = by_path(found.model)
+            rest = found.state
+            split = lambda frozen: {p: x for p, x in params.items() if self.layout.is_frozen(p) == frozen}
+            averaged = abstract.ema is not None
+            state = TrainState(
+                step=rest["step"],
+                params=rest["params"] if averaged else split(False),
+                frozen=split(True),
+                optimizer=rest["optimizer"],
+                ema=split(False) if averaged else None,
+            )
+            return found.step, state
+        if base is not None:
+            return 0, self.layout.adopt(by_path(base.params)[0])
+        return 0, self.layout.initialise(self.config.seed)
+
+    def save(self, step: int) -> None:
+        """Starts to save the state after a step; the step after it may begin at once."""
+        metric = self.validated[1] if self.validated is not None and self.validated[0] == step else None
+        extra = {"feed": self.feed.get_state()}
+        self.checkpoints.save(step, self.layout.as_tree(self.state.decoding), _rest(self.state), extra, metric)
+
+    def model(self) -> Model:
+        """The model as it is now, for decoding; its params stay where they are, or come here from other processes."""
+        params: Any = self.state.decoding
+        if jax.process_count() > 1:
+            params = jax.device_put(multihost_utils.process_allgather(params, tiled=True), jax.local_devices()[0])
+        tree = self.layout.as_tree(params)
+        return transformer_model(
+            self.layout.config, tree, tokenizer=self.tokenizer, eos_ids=tuple(self.tokenizer.eos_ids)
+        )
+
+    # --- evaluation
+
+    def validate(self, step: int) -> dict[str, float]:
+        """The loss over the whole validation split, logged; nothing where there is none."""
+        if "validation" not in self.data.plans:
+            return {}
+        plan, examples = self.data.plans["validation"], self.data.examples["validation"]
+        params = self.state.decoding
+        total, count, hits = 0.0, 0.0, 0.0
+        for index in range(plan.batches_per_epoch):
+            rows = rows_of_process(plan.batch(index), jax.process_index(), jax.process_count())
+            sums = jax.device_get(self.evaluate_batch(params, to_devices(rows, self.layout), self.objective))
+            total += float(sums["nats_per_token"][0])
+            count += float(sums["nats_per_token"][1])
+            hits += float(sums["accuracy"][0])
+        loss = total / count
+        values = {
+            "validation_loss": loss,
+            "validation_perplexity": perplexity(loss),
+            "validation_accuracy": hits / count,
+            "validation_bits_per_character": bits_per_character(total, examples.characters),
+        }
+        self.validated = step, loss
+        self.logs.scalars(step, values)
+        return values
+
+    def decode_split(self, step: int, model: Model, split: str, count: int | None) -> dict[str, float]:
+        """Decodes the first `count` pairs of a split, all if None; scores and samples go to the log."""
+        settings = self.config.evaluation
+        pairs = self.data.texts.splits[split]
+        chosen = [pairs[i] for i in range(len(pairs) if count is None else min(count, len(pairs)))]
+        mesh = self.layout.mesh if jax.process_count() == 1 and self.layout.mesh.size > 1 else None
+        report = evaluate_decoding(
+            model,
+            [pair["source"] for pair in chosen],
+            [pair["target"] for pair in chosen],
+            self.decoder,
+            max_new_tokens=settings.max_new_tokens,
+            batch_size=settings.batch_size,
+            language=settings.language,
+            mesh=mesh,
+        )
+        values = {f"{split}_{name}": value for name, value in report.scores.values.items()}
+        values[f"{split}_tokens_per_call"] = report.tokens_per_call
+        self.logs.scalars(step, values)
+        sources, references = ([pair[field] for pair in chosen] for field in ("source", "target"))
+        self.logs.samples(step, samples_of(sources, report.hypotheses, references, settings.samples))
+        return values
+
+    def continue_prompts(self, step: int, model: Model) -> None:
+        """Samples of a language model go to the log."""
+        settings = self.config.evaluation
+        if settings.prompts:
+            sampling = dj.Sampling(temperature=0.8)
+            prompts = list(settings.prompts)
+            out = dj.decode(model, prompts, max_new_tokens=settings.max_new_tokens, sampling=sampling, seed=step)
+            texts = zip(prompts, out.text or [], strict=True)
+            self.logs.samples(step, [{"prompt": prompt, "continuation": text} for prompt, text in texts])
+
+    def decode_now(self, step: int) -> None:
+        """The evaluation by decoding that goes on while training does."""
+        model = self.model()
+        if "source" in self.data.texts.fields:
+            split = "validation" if "validation" in self.data.texts.splits else "train"
+            self.decode_split(step, model, split, self.config.evaluation.examples)
+        else:
+            self.continue_prompts(step, model)
+
+    # --- the loop
+
+    def run(self) -> dict[str, float]:
+        """Trains to the last step; the results of the model that `dj.load` takes from the workdir.
+
+        Raises:
+          Interrupted: a signal came; everything is saved.
+          RuntimeError: the loss is no number any more.
+          OSError: a checkpoint or a log could not be written.
+        """
+        with contextlib.ExitStack() as stack:
+            stack.callback(self.feed.close)
+            stack.callback(self.logs.close)
+            stack.callback(self.checkpoints.close)
+            progress = Progress(self.config.total_steps, self.first_step)
+            stack.callback(progress.close)
+            self._steps(progress)
+            self.checkpoints.wait()
+            return self._results()
+
+    def _steps(self, progress: Progress) -> None:
+        config, pending = self.config, None
+        for step, batch in self._batches():
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                arrays = to_devices(batch, self.layout)
+                self.state, metrics = self.train_step(self.state, arrays, self.objective)
+            # The metrics of a step are read when the next one is on its way, so that the devices never wait.
+            if pending is not None:
+                self._settle(progress, *pending)
+            pending = step, metrics, batch["examples"]
+            validates = step % config.evaluation.every == 0 or step == config.total_steps
+            saves = step % config.checkpoint.every == 0 or step == config.total_steps
+            decodes = config.evaluation.decode_every and step % config.evaluation.decode_every == 0
+            stops = self.signals.stop_after(step)
+            if not (validates or saves or decodes or stops):
+                continue
+            self._settle(progress, *pending)
+            pending = None
+            if validates:
+                self.validate(step)
+            if decodes:
+                self.decode_now(step)
+            if saves or stops:
+                self.save(step)
+            if stops:
+                self.checkpoints.wait()
+                raise Interrupted(self.signals.received or signal.SIGTERM, step)
+
+    def _batches(self) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
+        """Steps from 1 on with their batches; the profiler's window opens and closes around them."""
+        window, first = self.config.profile, self.config.profile.first_step
+        for step in range(self.first_step + 1, self.config.total_steps + 1):
+            if window.steps and step == first + 1:
+                jax.profiler.start_trace(self.workdir / "profile")
+            yield step, next(self.feed)
+            if window.steps and step == first + window.steps:
+                jax.profiler.stop_trace()
+
+    def _settle(self, progress: Progress, step: int, metrics: dict[str, Array], examples: np.ndarray) -> None:
+        values = {name: float(value) for name, value in jax.device_get(metrics).items()}
+        if not math.isfinite(values["loss"]) or not math.isfinite(values["gradient_norm"]):
+            steps = self.checkpoints.all_steps()
+            good = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
+            listed = ", ".join(map(str, examples[examples >= 0][:8]))
+            raise RuntimeError(
+                f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}; the batch holds the examples "
+                f"{listed}, ... of the training split; {good}; try a lower learning rate or a longer warmup"
+            )
+        progress.update(step, int(values["tokens"]), values["loss"])
+        if step % self.config.log_every == 0 or step == self.config.total_steps:
+            tokens = values.pop("tokens")
+            self.logs.scalars(
+                step, values | {"learning_rate": float(self.rate(jnp.int32(step - 1))), "batch_tokens": tokens}
+            )
+
+    def _results(self) -> dict[str, float]:
+        """The scores of the best checkpoint, written to results.json, and the plot of the losses."""
+        step = self.config.total_steps
+        if jax.process_index() == 0:
+            plot_losses(self.workdir)
+        losses = [line["validation_loss"] for line in read_scalars(self.workdir) if "validation_loss" in line]
+        results: dict[str, float] = {"step": step}
+        if losses:
+            results |= {"validation_loss": losses[-1], "best_validation_loss": min(losses)}
+        if jax.process_count() > 1:
+            return results  # decoding a test set is for one machine, by the model that it loads from the workdir
+        model, begun = dj.load(self.workdir), time.monotonic()
+        if "source" in self.data.texts.fields:
+            for split in ("validation", "test"):
+                if split in self.data.texts.splits:
+                    results |= self.decode_split(step, model, split, None)
+        else:
+            self.continue_prompts(step, model)
+        results["decoding_seconds"] = time.monotonic() - begun
+        write_atomically(self.workdir / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
+        return results
+
+
+def _rest(state: TrainState) -> dict[str, Any]:
+    """What a checkpoint holds beside the params that decode."""
+    rest = {"step": state.step, "optimizer": state.optimizer}
+    return rest if state.ema is None else rest | {"params": state.params}

@@ -1,0 +1,76 @@
+"""From a config to an optax optimizer and its learning rate."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from ml_collections import ConfigDict
+
+from decoding_jax.types import Array, PyTree
+
+SCHEDULES = ("cosine", "rsqrt", "constant")
+
+
+def learning_rate(settings: ConfigDict, total_steps: int) -> Callable[[Array], Array]:
+    """The learning rate at a step: a linear warmup, then
+
+        cosine    down to final_fraction of the peak at the last step (Loshchilov & Hutter 2017)
+        rsqrt     peak * sqrt(warmup / step) (Vaswani et al. 2017)
+        constant  the peak
+
+    Raises:
+      ValueError: a setting cannot be used.
+    """
+    peak, warmup, name = settings.learning_rate, settings.warmup_steps, settings.schedule
+    if name not in SCHEDULES:
+        raise ValueError(f"optimizer.schedule={name!r}: choose one of {', '.join(SCHEDULES)}")
+    if not peak > 0:
+        raise ValueError(f"optimizer.learning_rate={peak}: must be above 0")
+    if not 0 <= warmup < total_steps:
+        raise ValueError(f"optimizer.warmup_steps={warmup}: must be from 0 to below total_steps={total_steps}")
+    if name == "cosine":
+        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, peak * settings.final_fraction)
+
+    def rate(step: Array) -> Array:
+        at = jnp.asarray(step, jnp.float32)
+        rising = jnp.minimum(at / max(warmup, 1), 1.0)
+        falling = jnp.sqrt(max(warmup, 1) / jnp.maximum(at, max(warmup, 1))) if name == "rsqrt" else 1.0
+        return peak * rising * falling
+
+    return rate
+
+
+def decayed(params: PyTree) -> PyTree:
+    """Which params weight decay applies to: matrices, not norms and biases."""
+    return jax.tree.map(lambda x: x.ndim > 1, params)
+
+
+def make_optimizer(settings: ConfigDict, total_steps: int) -> optax.GradientTransformation:
+    """AdamW (Loshchilov & Hutter 2019) behind clipping by the global norm.
+
+    Raises:
+      ValueError: a setting cannot be used.
+    """
+    if settings.clip_norm < 0 or settings.weight_decay < 0:
+        raise ValueError(
+            f"optimizer.clip_norm={settings.clip_norm}, weight_decay={settings.weight_decay}: must be at least 0"
+        )
+    adam = optax.adamw(
+        learning_rate(settings, total_steps),
+        b1=settings.b1,
+        b2=settings.b2,
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        mask=decayed,
+    )
+    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adam) if settings.clip_norm else adam
+
+
+def averaged(ema: PyTree, params: PyTree, decay: float, step: Array) -> PyTree:
+    """The exponential moving average of params; young averages forget faster, so that they do not lag."""
+    young = (1.0 + step.astype(jnp.float32)) / (10.0 + step.astype(jnp.float32))
+    keep = jnp.minimum(decay, young)
+    return jax.tree.map(lambda old, new: keep * old + (1.0 - keep) * new, ema, params)

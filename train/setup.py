@@ -1,0 +1,227 @@
+"""From a config to what the loop needs: texts, tokenizer, batches, the model's shape, the objective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from ml_collections import ConfigDict
+
+import decoding_jax as dj
+from decoding_jax.checkpoints import Tokenizer
+from decoding_jax.checkpoints.cache_files import cache_dir
+from decoding_jax.models.functional import transformer_spec
+from decoding_jax.models.sharding import TRAINING_RULES, place
+from decoding_jax.models.transformer import TransformerConfig, View
+from decoding_jax.types import Model
+from train.command import say
+from train.data.batches import Plan, make_plan
+from train.data.examples import Examples, tokenise
+from train.data.texts import Texts, open_texts
+from train.data.tokenizers import make_tokenizer
+from train.objectives import OBJECTIVES, Teacher
+from train.optimizers import make_optimizer
+from train.state import Layout
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """The texts of a run and their batches, by split.
+
+    Attributes:
+      texts: the data set.
+      tokenizer: made from it, or given.
+      examples: the token ids of the training and the validation split.
+      plans: their batches; shuffled for training, in order for validation.
+    """
+
+    texts: Texts
+    tokenizer: Tokenizer
+    examples: Mapping[str, Examples]
+    plans: Mapping[str, Plan]
+
+
+def objective_of(config: ConfigDict) -> Any:
+    """The class of the objective; ValueError lists what there is."""
+    if config.objective not in OBJECTIVES:
+        raise ValueError(f"objective={config.objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[config.objective]
+
+
+def open_data(config: ConfigDict, tokenizer: Tokenizer | None, rows_multiple: int) -> Data:
+    """Reads, tokenises and plans the data.
+
+    Args:
+      config: of the run.
+      tokenizer: of an earlier start of this run or of the model to go on from; None: make one.
+      rows_multiple: what the rows of every batch must be a multiple of.
+
+    Raises:
+      ValueError: a setting does not fit.
+    """
+    settings = config.data
+    texts = open_texts(settings)
+    wanted = objective_of(config).fields
+    if texts.fields != wanted:
+        raise ValueError(
+            f"objective={config.objective!r} learns from {' and '.join(wanted)}, but data.name={settings.name!r} has "
+            f"{' and '.join(texts.fields)}"
+        )
+    if settings.batching != "bucketed":
+        check_rows(settings.rows_per_batch, rows_multiple)
+    if tokenizer is None:
+        tokenizer = make_tokenizer(settings.tokenizer, texts)
+    examples = {
+        split: tokenise(texts, split, tokenizer, settings, cache_dir() / "tokenised")
+        for split in ("train", "validation")
+        if split in texts.splits
+    }
+    for split, found in examples.items():
+        _report(split, found, settings)
+    plans = {
+        split: make_plan(found, settings, config.seed, split == "train", rows_multiple)
+        for split, found in examples.items()
+    }
+    return Data(texts, tokenizer, examples, plans)
+
+
+def check_rows(rows_per_batch: int, parts: int) -> None:
+    """ValueError where a batch cannot be taken apart evenly by the mesh and optimizer.accumulate."""
+    if rows_per_batch % parts:
+        raise ValueError(
+            f"data.rows_per_batch={rows_per_batch} is not a multiple of {parts}, the parts that the mesh (data times "
+            "fsdp) and optimizer.accumulate make of a batch; change one of them"
+        )
+
+
+def _report(split: str, examples: Examples, settings: ConfigDict) -> None:
+    tokens = sum(len(ragged.tokens) for ragged in examples.fields.values())
+    counts = {
+        f"longer than {settings.length} tokens and left out": examples.dropped,
+        f"longer than {settings.length} tokens and cut": examples.cut,
+        "empty and left out": examples.empty,
+    }
+    notes = [f"{count:,} {what}" for what, count in counts.items() if count]
+    if examples.unknown:
+        notes.append(f"{examples.unknown:,} unknown characters")
+    say("; ".join([f"{split}: {len(examples):,} examples, {tokens:,} tokens", *notes]))
+
+
+def model_config(config: ConfigDict, tokenizer: Tokenizer | None) -> TransformerConfig:
+    """The shape of the model to train.
+
+    Raises:
+      ValueError: the objective and the model do not fit, or the vocabulary is unknown or too small.
+    """
+    fields = config.model.to_dict()
+    known = 0 if tokenizer is None else tokenizer.vocab_size
+    fields["vocab_size"] = fields["vocab_size"] or known
+    if fields["vocab_size"] < max(known, 1):
+        raise ValueError(f"model.vocab_size={fields['vocab_size']}: the tokenizer has {known} ids; 0 takes them over")
+    with_encoder = objective_of(config).encoder_decoder
+    if with_encoder != (fields["encoder_layers"] > 0):
+        wanted = "at least 1" if with_encoder else "0"
+        raise ValueError(
+            f"model.encoder_layers={fields['encoder_layers']}: objective={config.objective!r} needs {wanted}"
+        )
+    if with_encoder:
+        fields["start_id"] = start_id_of(tokenizer)
+    if config.data.length > fields["max_length"]:
+        raise ValueError(f"data.length={config.data.length} is more than model.max_length={fields['max_length']}")
+    return TransformerConfig(**fields)
+
+
+def start_id_of(tokenizer: Tokenizer | None) -> int:
+    """What an encoder-decoder's output begins behind: <bos>, or the end of a text where there is none."""
+    if tokenizer is None:
+        return 0
+    return tokenizer.eos_ids[0] if tokenizer.bos_id is None else tokenizer.bos_id
+
+
+def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
+    """The model of `init_from`, float32 and spread over the mesh; None without one.
+
+    Raises:
+      ValueError: it cannot be loaded, or does not fit the objective.
+    """
+    if not config.init_from:
+        return None
+    model = dj.load(config.init_from, dtype="float32", placement=place(mesh, TRAINING_RULES))
+    if (model.encode is not None) != objective_of(config).encoder_decoder:
+        kind = "a decoder-only model" if model.encode is None else "an encoder-decoder"
+        raise ValueError(f"init_from={config.init_from!r} is {kind}, which objective={config.objective!r} cannot train")
+    return model
+
+
+def make_layout(config: ConfigDict, shape: TransformerConfig, mesh: Mesh) -> Layout:
+    """Where the state of the run lives.
+
+    Raises:
+      ValueError: a setting of the optimizer, the mesh or `frozen` does not fit.
+    """
+    if not 0 <= config.optimizer.ema < 1:
+        raise ValueError(f"optimizer.ema={config.optimizer.ema}: must be from 0 (off) to below 1")
+    if config.optimizer.accumulate < 1 or config.total_steps < 1:
+        raise ValueError(
+            f"optimizer.accumulate={config.optimizer.accumulate}, total_steps={config.total_steps}: must be at least 1"
+        )
+    optimizer = make_optimizer(config.optimizer, config.total_steps)
+    return Layout(shape, mesh, optimizer, tuple(config.frozen), config.optimizer.ema > 0)
+
+
+def make_objective(config: ConfigDict, layout: Layout, tokenizer: Tokenizer | None) -> Any:
+    """The objective over the model in its compute dtype, with the teacher if there is one.
+
+    Raises:
+      ValueError: a setting cannot be used, or the teacher has another vocabulary or form.
+    """
+    if config.compute_dtype not in ("float32", "bfloat16"):
+        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose float32 or bfloat16")
+    if not 0 <= config.label_smoothing < 1:
+        raise ValueError(f"label_smoothing={config.label_smoothing}: must be from 0 to below 1")
+    spec = transformer_spec(layout.config, config.compute_dtype, View(remat=config.remat))
+    teacher = None
+    if config.teacher.path:
+        teacher = load_teacher(config.teacher, layout, tokenizer)
+    return objective_of(config)(spec, jnp.float32(config.label_smoothing), teacher)
+
+
+def load_teacher(settings: ConfigDict, layout: Layout, tokenizer: Tokenizer | None) -> Teacher:
+    """A trained model whose predictions are learnt, beside the student on the mesh; ValueError if it does not fit."""
+    model = dj.load(settings.path, placement=place(layout.mesh, TRAINING_RULES))
+    if not 0 <= settings.weight <= 1 or not settings.temperature > 0:
+        raise ValueError(
+            f"teacher.weight={settings.weight} must be from 0 to 1, teacher.temperature={settings.temperature} above 0"
+        )
+    if (model.encode is None) != (layout.config.encoder_layers == 0):
+        raise ValueError(f"teacher.path={settings.path!r}: teacher and student must both have an encoder or both none")
+    digests = [None if t is None else t.vocabulary_digest() for t in (model.tokenizer, tokenizer)]
+    if digests[0] != digests[1] or model.vocab_size != layout.config.vocab_size:
+        raise ValueError(
+            f"teacher.path={settings.path!r} has another vocabulary than the student; give the student its tokenizer "
+            "(data.tokenizer.kind=file, data.tokenizer.path=the teacher's folder)"
+        )
+    return Teacher(model.params, jnp.float32(settings.weight), jnp.float32(settings.temperature), model.spec)
+
+
+def workdir_tokenizer(workdir: Path) -> Tokenizer | None:
+    """The tokenizer that an earlier start of the run kept."""
+    return Tokenizer.from_folder(workdir) if (workdir / "tokenizer.json").exists() else None
+
+
+def compiled_folder(config: ConfigDict) -> str:
+    """Where compiled programs are kept; "" for nowhere."""
+    return str(cache_dir() / "compiled") if config.compilation_cache == "default" else config.compilation_cache
+
+
+def to_devices(batch: Mapping[str, Any], layout: Layout) -> dict[str, jax.Array]:
+    """This process's rows of a batch, in place on its devices."""
+    arrays = {name: value for name, value in batch.items() if name != "examples"}
+    if jax.process_count() == 1:
+        return jax.device_put(arrays, layout.rows)
+    return {name: jax.make_array_from_process_local_data(layout.rows, value) for name, value in arrays.items()}
