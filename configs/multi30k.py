@@ -19,7 +19,7 @@ def get_config(folder: str = "multi30k") -> ConfigDict:
     """The settings, given the data's folder; each can be changed on the command line with --config.name=value."""
     config = default_config()
     config.objective = "seq2seq"
-    config.total_steps = 5000
+    config.total_steps = 4200
     config.label_smoothing = 0.1
 
     config.data.name = "parallel_text"
@@ -48,8 +48,8 @@ def get_config(folder: str = "multi30k") -> ConfigDict:
     config.optimizer.weight_decay = 0.02
     config.optimizer.ema = 0.998
 
-    config.evaluation.every = 500
+    config.evaluation.every = 300
     config.evaluation.language = "de"
     config.evaluation.batch_size = 64
-    config.checkpoint.every = 500
+    config.checkpoint.every = 300
     return config

@@ -15,7 +15,7 @@ def get_config(language_pair: str = "en-de") -> ConfigDict:
     """The settings for a pair; each can be changed on the command line with --config.name=value."""
     config = default_config()
     config.objective = "seq2seq"
-    config.total_steps = 3000
+    config.total_steps = 2000
     config.label_smoothing = 0.1
 
     config.data.name = "ui_phrases"
@@ -28,22 +28,22 @@ def get_config(language_pair: str = "en-de") -> ConfigDict:
 
     config.model.num_layers = 3
     config.model.encoder_layers = 3
-    config.model.width = 256
-    config.model.mlp_width = 512
-    config.model.num_heads = 4
-    config.model.num_kv_heads = 4
-    config.model.head_size = 64
+    config.model.width = 192
+    config.model.mlp_width = 384
+    config.model.num_heads = 6
+    config.model.num_kv_heads = 6
+    config.model.head_size = 32
     config.model.max_length = 128
     config.model.dropout = 0.3
 
     config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 300
+    config.optimizer.warmup_steps = 200
     config.optimizer.final_fraction = 0.02
     config.optimizer.weight_decay = 0.02
     config.optimizer.ema = 0.998
 
-    config.evaluation.every = 500
+    config.evaluation.every = 250
     config.evaluation.language = language_pair.partition("-")[2]
     config.evaluation.batch_size = 64
-    config.checkpoint.every = 500
+    config.checkpoint.every = 250
     return config

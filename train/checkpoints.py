@@ -13,7 +13,7 @@ import os
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,8 @@ from decoding_jax.checkpoints.workdir import (
     shortened,
 )
 from decoding_jax.types import PyTree
+
+T = TypeVar("T")
 
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
@@ -206,10 +208,9 @@ class Checkpoints:
         """What a checkpoint says about itself, and its arrays by item and path."""
         folder = self._folder / str(step)
 
-        def check() -> dict[str, Any]:
+        def check() -> None:
             if jax.process_index() == 0:  # once is enough: all processes read the same files
                 check_whole(folder)
-            return read_about(folder)
 
         def load() -> dict[str, Any]:
             return {
@@ -217,7 +218,9 @@ class Checkpoints:
                 for item, leaves in wanted.items()
             }
 
-        about = _together(check)
+        # One after another: reading has barriers, which a process that has failed alone would never reach.
+        _together(check)
+        about = _together(lambda: read_about(folder))
         problems = [line for item in wanted for line in differences(item, about["arrays"][item], wanted[item])]
         if problems:
             raise ValueError(
@@ -310,7 +313,7 @@ def _checked_json(extra: Mapping[str, Any]) -> dict[str, Any]:
     return again
 
 
-def _together(read: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def _together(read: Callable[[], T]) -> T:
     """The same outcome in every process: what `read` gives, or _Unreadable if it failed in any of them."""
     fault = None
     try:

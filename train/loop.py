@@ -97,8 +97,8 @@ def claim_workdir(workdir: Path, config: ConfigDict) -> None:
         if different:
             listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
             raise ValueError(
-                f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another --workdir, or "
-                "remove that folder"
+                f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another "
+                "--workdir, or remove that folder"
             )
     if jax.process_index() == 0:
         workdir.mkdir(parents=True, exist_ok=True)
@@ -328,15 +328,13 @@ class Trainer:
             good = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
             listed = ", ".join(map(str, examples[examples >= 0][:8]))
             raise RuntimeError(
-                f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}; the batch holds the examples "
-                f"{listed}, ... of the training split; {good}; try a lower learning rate or a longer warmup"
+                f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}; the batch holds the "
+                f"examples {listed}, ... of the training split; {good}; try a lower learning rate or a longer warmup"
             )
         progress.update(step, int(values["tokens"]), values["loss"])
         if step % self.config.log_every == 0 or step == self.config.total_steps:
-            tokens = values.pop("tokens")
-            self.logs.scalars(
-                step, values | {"learning_rate": float(self.rate(jnp.int32(step - 1))), "batch_tokens": tokens}
-            )
+            values["learning_rate"] = float(self.rate(jnp.int32(step - 1)))
+            self.logs.scalars(step, values)
 
     def _results(self) -> dict[str, float]:
         """The scores of the best checkpoint, written to results.json, and the plot of the losses."""
