@@ -70,9 +70,10 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
             text.encode()
         except UnicodeEncodeError as error:  # what bytes that are no UTF-8 become on a command line
             raise ValueError(f"{name}: {text[error.start :][:1]!r} in it is no character; give UTF-8 text") from None
-        ids = model.tokenizer.encode(text, add_special_tokens=not chat)
+        # As in training, a source has an end and no other special token.
+        ids = model.tokenizer.encode(text, add_special_tokens=not chat and model.encode is None)
         if model.encode is not None and ids:
-            ids = [*ids, *model.eos_ids[:1]]  # as in training
+            ids = [*ids, *model.eos_ids[:1]]
     else:
         ids = list(prompt)
     if not ids:
@@ -90,11 +91,16 @@ def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
 
 def check_length(model: Model, ids: Sequence[int] | np.ndarray, max_new_tokens: int, name: str) -> None:
     """ValueError where a prompt, called `name`, and its budget do not fit into the model's context."""
-    if model.max_length is not None and len(ids) + max_new_tokens > model.max_length:
+    if model.max_length is None or len(ids) + max_new_tokens <= model.max_length:
+        return
+    if not max_new_tokens:
         raise ValueError(
-            f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together more than the model's "
-            f"context of {model.max_length}; shorten the prompt or the budget"
+            f"{name} has {len(ids)} tokens, more than the model's context of {model.max_length}; shorten it"
         )
+    raise ValueError(
+        f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together more than the model's "
+        f"context of {model.max_length}; shorten the prompt or the budget"
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -32,30 +32,23 @@ Exit code: 0 all lines are decoded, or stopped by SIGTERM; 1 some lines were bad
 
 from __future__ import annotations
 
-import importlib.metadata
-import json
 import os
-import platform
-import resource
-import signal
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import ml_collections
-import tqdm
 from absl import flags
 from ml_collections import config_flags
 
 import decoding_jax as dj
 from decoding_jax import batch_job
-from decoding_jax.batch_job import Job, Tally
-from decoding_jax.registry import from_settings, make_decoder
-from train.command import one_line, run, say
+from decoding_jax.batch_job import Job
+from train.command import FAILED, one_line, run, say
+from train.jobs import Progress, Signals, every_setting, read_job, run_stoppable, write_summary
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The settings, such as configs/decode_smollm2.py.")
 _INPUT = flags.DEFINE_list(
@@ -67,63 +60,10 @@ _OVERWRITE = flags.DEFINE_bool(
 )
 flags.mark_flag_as_required("config")
 
-_SECONDS_BETWEEN_LINES = 10.0
 
-
-class Stopped(BaseException):
-    """A signal asked to stop. No Exception: nothing on the way out may take it for an error of its own."""
-
-
-class Signals:
-    """Turns the first SIGTERM or SIGINT into Stopped; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._handle(self._receive)
-
-    def _handle(self, handler: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> NoReturn:
-        self.received = number
-        self._handle(signal.SIG_DFL)
-        raise Stopped
-
-    def check(self) -> None:
-        """Raises Stopped again if it got lost, as exceptions in destructors and callbacks do."""
-        if self.received is not None:
-            raise Stopped
-
-
-class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
-
-    def __init__(self, total: int, signals: Signals) -> None:
-        self._total, self._signals = total, signals
-        self._begun = self._shown = time.monotonic()
-        self._bar = tqdm.tqdm(total=total, unit="row", smoothing=0, disable=not sys.stderr.isatty())
-
-    def __call__(self, tally: Tally) -> None:
-        self._signals.check()
-        done = tally.kept_rows + tally.rows
-        speed = f"{tally.tokens / tally.seconds:.1f} tokens/s" if tally.seconds else "starting"
-        if not self._bar.disable:
-            self._bar.initial = tally.kept_rows  # rows of an earlier run say nothing about the time left
-            self._bar.n = done
-            self._bar.set_postfix_str(speed)
-        elif done < self._total and time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
-            self._shown = time.monotonic()
-            left = (self._shown - self._begun) / max(tally.rows, 1) * (self._total - done)
-            say(f"{done} of {self._total} rows, {speed}, about {left:.0f} s left")
-
-    def close(self) -> None:
-        self._bar.close()
-
-
-def read_job(config: ml_collections.ConfigDict) -> Job:
+def read_config(config: ml_collections.ConfigDict) -> Job:
     """The job that a config describes; ValueError where a setting has no meaning."""
-    try:
+    with every_setting():
         count = config.data_parallel
         if not 1 <= count <= len(jax.devices()):
             raise ValueError(
@@ -131,18 +71,8 @@ def read_job(config: ml_collections.ConfigDict) -> Job:
                 "CPU counts as N with XLA_FLAGS=--xla_force_host_platform_device_count=N)"
             )
         auto = (jax.sharding.AxisType.Auto,)
-        return Job(
-            decoder=make_decoder(config.decoder, config.get(config.decoder, {})),
-            max_new_tokens=config.max_new_tokens,
-            sampling=from_settings(dj.Sampling, "sampling", config.sampling),
-            stop=dj.Stop(tuple(config.stop_token_ids), tuple(config.stop_strings)),
-            seed=config.seed,
-            batch_size=config.batch_size,
-            batches_per_part=config.batches_per_part,
-            mesh=jax.make_mesh((count,), ("data",), axis_types=auto) if count > 1 else None,
-        )
-    except AttributeError as error:
-        raise ValueError(f"the config file lacks a setting: {one_line(error)}") from None
+        mesh = jax.make_mesh((count,), ("data",), axis_types=auto) if count > 1 else None
+        return read_job(config, mesh, dj.Stop(tuple(config.stop_token_ids), tuple(config.stop_strings)))
 
 
 def find_inputs(names: Sequence[str]) -> None:
@@ -187,63 +117,12 @@ def load_model(config: ml_collections.ConfigDict, job: Job) -> dj.Model:
     return model
 
 
-def peak_memory() -> dict[str, int | None]:
-    """Bytes: of this process at its largest, and of the fullest device where it keeps count."""
-    unit = 1 if sys.platform == "darwin" else 1024
-    devices = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
-    return {
-        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
-        "device": max((peak for peak in devices if peak is not None), default=None),
-    }
-
-
-def surroundings() -> dict[str, Any]:
-    """The versions and the hardware that the measurements depend on."""
-    packages = ("jax", "jaxlib", "flax", "decoding_jax")
-    device = jax.devices()[0]
-    return {
-        "versions": {"python": platform.python_version()}
-        | {name: importlib.metadata.version(name) for name in packages},
-        "hardware": {
-            "platform": platform.platform(),
-            "backend": device.platform,
-            "device_kind": device.device_kind,
-            "devices": len(jax.devices()),
-            "cpu_count": os.cpu_count(),
-        },
-    }
-
-
-def summarise(
-    folder: Path, errors: int, tally: Tally, job: Job, config: ml_collections.ConfigDict, begun: float
-) -> None:
-    """Writes summary.json (`batch_job.measures` defines its numbers) and says the gist of it."""
-    numbers = batch_job.measures(folder, tally)
-    summary = {
-        **numbers,
-        "errors": errors,
-        "wall_seconds": time.monotonic() - begun,
-        "peak_memory_bytes": peak_memory(),
-        "decoder": repr(job.decoder),
-        "config": config.to_dict(),
-        **surroundings(),
-    }
-    text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-    batch_job.write_atomically(folder / batch_job.SUMMARY, text.encode())
-    speed, per_call = numbers["tokens_per_second"], numbers["tokens_per_model_call"]
-    say(
-        f"{numbers['rows']} rows, {numbers['new_tokens']} new tokens in {folder}"
-        + (f"; {speed:.1f} tokens/s" if speed else "")
-        + (f", {per_call:.2f} tokens per model call" if per_call else "")
-    )
-
-
 def decode_all(signals: Signals, begun: float) -> int:
     """The whole job; returns the exit code."""
     folder = Path(_OUTPUT.value)
     try:
         config = _CONFIG.value
-        job = read_job(config)
+        job = read_config(config)
         find_inputs(_INPUT.value)
         files, plan = claim_output(job, config)
         model = load_model(config, job)
@@ -260,28 +139,19 @@ def decode_all(signals: Signals, begun: float) -> int:
     finally:
         progress.close()
     if tally.rows or not (folder / batch_job.SUMMARY).exists():
-        summarise(folder, len(errors), tally, job, config, begun)
+        more = {"errors": len(errors), "config": config.to_dict()}
+        write_summary(folder, job, tally, more, begun)
     else:
         say(f"all {len(rows)} rows are in {folder} already")
     if errors:
         lines = len(rows) + len(errors)
         say(f"{len(errors)} of {lines} lines were not decoded; {folder / batch_job.ERRORS} says why")
-    return 1 if errors else 0
+    return FAILED if errors else 0
 
 
 def main() -> int:
     begun = time.monotonic()
-    signals = Signals()
-    try:
-        return decode_all(signals, begun)
-    except Stopped:
-        parts = len(list(Path(_OUTPUT.value).glob(batch_job.PARTS)))
-        say(f"{parts} complete parts are saved in {_OUTPUT.value}")
-        say("stopped; run the same command again to continue")
-        return 130 if signals.received == signal.SIGINT else 0
-    except (OSError, jax.errors.JaxRuntimeError) as error:
-        say(f"failed: {one_line(error)}; what is complete is saved, the same command goes on from there")
-        return 1
+    return run_stoppable(lambda signals: decode_all(signals, begun), Path(_OUTPUT.value))
 
 
 if __name__ == "__main__":

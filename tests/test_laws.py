@@ -13,7 +13,8 @@
     10  One program: a `while`, no callback, nothing transferred inside; it lowers for cpu, cuda and tpu.
 
 A decoder that is added gets a row in DECODERS; what does not draft is `plain`, what knows the target's next
-token is `oracle`. Compiling is most of the time, so tests share models and shapes.
+token is `oracle`. Laws about decoders hold on a decoder-only model and on an encoder-decoder, `translator`, whose
+prompts are sources. Compiling is most of the time, so tests share models and shapes.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ from decoding_jax.prepare import prepare
 
 TRIGRAM = zoo.trigram_cached(5, seed=1)
 HISTORY = zoo.history_cached(5, seed=2)
-TOYS = {"bigram": zoo.bigram(5, seed=3), "trigram": TRIGRAM, "history": HISTORY}
+TRANSLATOR = zoo.history_translator(5, seed=4, start_id=3)
+TOYS = {"bigram": zoo.bigram(5, seed=3), "trigram": TRIGRAM, "history": HISTORY, "translator": TRANSLATOR}
 
 PLAIN = dj.Autoregressive()
 LOOKUP = dj.PromptLookup(num_draft=4)
@@ -70,6 +72,18 @@ def pairs(table: dict[str, Any]) -> Any:
     return pytest.mark.parametrize("decoder", list(table.values()), ids=list(table))
 
 
+# The laws of prompts hold for sources.
+both = pytest.mark.parametrize("toy", [HISTORY, TRANSLATOR], ids=["history", "translator"])
+
+
+def cases(table: dict[str, Any]) -> Any:
+    """Each decoder on the decoder-only toy, and on the encoder-decoder but for those that roll the target out."""
+    rows = [(name, "history") for name in table]
+    rows += [(name, "translator") for name in table if name not in ("oracle", "hostile")]
+    ids = [f"{name}-{toy}" for name, toy in rows]
+    return pytest.mark.parametrize(("decoder", "toy"), [(table[name], TOYS[toy]) for name, toy in rows], ids=ids)
+
+
 def same_output(one: dj.DecodeOutput, other: dj.DecodeOutput) -> None:
     """Equal tokens, lengths, reasons and, for the toys' exact logits, log-probabilities."""
     assert zoo.outputs(one) == zoo.outputs(other)
@@ -81,18 +95,19 @@ def same_output(one: dj.DecodeOutput, other: dj.DecodeOutput) -> None:
 def check_greedy(toy: zoo.Toy, prompts: list[list[int]], decoder: Any, budget: int, eos: tuple[int, ...]) -> None:
     """Tokens, reasons and log-probabilities are those of the plain reference."""
     out = dj.decode(toy.with_eos(*eos), prompts, decoder, max_new_tokens=budget)
-    want = [zoo.greedy(toy.logits_of, p, budget, ends=eos) for p in prompts]
+    want = [zoo.greedy(*toy.row(p), budget, ends=eos) for p in prompts]
     assert zoo.outputs(out) == want
     assert out.finish_reason == ["eos" if w and w[-1] in eos else "length" for w in want]
     assert out.tokens.shape == out.log_probs.shape == (len(prompts), budget)
     for row, (prompt, tokens) in enumerate(zip(prompts, want, strict=True)):
-        expected = zoo.log_prob(toy.logits_of, prompt, tokens)
+        expected = zoo.log_prob(*toy.row(prompt), tokens)
         np.testing.assert_allclose(out.log_probs[row, : len(tokens)], expected, atol=1e-5)
         assert not out.log_probs[row, len(tokens) :].any() and not out.tokens[row, len(tokens) :].any()
 
 
 LAW_1 = [("trigram", dj.PromptLookup(num_draft=k), k) for k in range(1, 9)]
 LAW_1 += [("history", decoder, max(decoder.num_nodes, 1)) for decoder in DECODERS.values()]
+LAW_1 += [("translator", decoder, max(decoder.num_nodes, 1)) for decoder in (PLAIN, LOOKUP, TREE)]
 LAW_1 += [("bigram", PLAIN, 1), ("bigram", LOOKUP, 4)]
 
 
@@ -112,8 +127,8 @@ def test_greedy_is_exact_in_any_batch(batch: int, decoder: Any) -> None:
 
 @pytest.mark.parametrize(
     ("toy", "decoder"),
-    [("history", LOOKUP), ("history", TREE), ("history", ORACLE), ("trigram", LOOKUP)],
-    ids=["lookup", "tree", "oracle", "lookup that repeats"],
+    [("history", LOOKUP), ("history", TREE), ("history", ORACLE), ("trigram", LOOKUP), ("translator", TREE)],
+    ids=["lookup", "tree", "oracle", "lookup that repeats", "tree on an encoder-decoder"],
 )
 def test_end_of_sequence_ends_a_row_wherever_it_is_accepted(toy: str, decoder: Any) -> None:
     """Law 1: an EOS inside an accepted block ends the row there; every single and double id set."""
@@ -130,8 +145,8 @@ def test_end_of_sequence_is_met_at_every_place_of_an_accepted_block() -> None:
     assert places >= {0, 1, 2, 3, 4}
 
 
-@pairs(DRAFTING)
-def test_greedy_obeys_processors(decoder: Any) -> None:
+@cases(DRAFTING)
+def test_greedy_obeys_processors(decoder: Any, toy: zoo.Toy) -> None:
     """Law 1: penalties see exactly the accepted prefix at every node of the draft."""
     settings = {
         "repetition_penalty": 1.5,
@@ -141,20 +156,28 @@ def test_greedy_obeys_processors(decoder: Any) -> None:
         "logit_bias": {2: 1.0},
         "forbidden": [0],
     }
-    out = dj.decode(HISTORY.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=dj.Sampling(**settings))
-    assert zoo.outputs(out) == [zoo.greedy(HISTORY.logits_of, p, BUDGET, settings, (4,)) for p in PROMPTS]
+    out = dj.decode(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=dj.Sampling(**settings))
+    assert zoo.outputs(out) == [zoo.greedy(*toy.row(p), BUDGET, settings, (4,)) for p in PROMPTS]
     for row, tokens in enumerate(zoo.outputs(out)):  # and log_probs stay those of the model itself
-        own = zoo.log_prob(HISTORY.logits_of, PROMPTS[row], tokens)
+        own = zoo.log_prob(*toy.row(PROMPTS[row]), tokens)
         np.testing.assert_allclose(out.log_probs[row, : len(tokens)], own, atol=1e-5)
 
 
 TRANSFORMER_PROMPTS = [[1, 2, 1, 2, 1], [3], [60, 4, 2, 17, 0, 33, 3], [2, 2]]
 
 
-@pytest.mark.parametrize("decoder", [dj.PromptLookup(num_draft=1), LEAN_TREE], ids=["lookup", "tree"])
-def test_greedy_is_exact_on_a_transformer(decoder: Any) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "small"),
+    [
+        (dj.PromptLookup(num_draft=1), zoo.small_transformer),
+        (LEAN_TREE, zoo.small_transformer),
+        (dj.PromptLookup(num_draft=1), zoo.small_translator),
+    ],
+    ids=["lookup", "tree", "lookup on an encoder-decoder"],
+)
+def test_greedy_is_exact_on_a_transformer(decoder: Any, small: Any) -> None:
     """Law 1: attention's own keys, values and positions survive rollback and compaction."""
-    model = zoo.small_transformer()
+    model = small()
     plain = dj.decode(model, TRANSFORMER_PROMPTS, max_new_tokens=40)
     fast = dj.decode(model, TRANSFORMER_PROMPTS, decoder, max_new_tokens=40)
     assert zoo.outputs(fast) == zoo.outputs(plain)
@@ -232,11 +255,11 @@ def test_the_law_test_notices_a_small_bias() -> None:
 
 # ---------------------------------------------------------------------- law 3
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-@pairs(DRAFTING)
-def test_coupled_tokens_are_those_of_plain_decoding(decoder: Any, temperature: float) -> None:
+@cases(DRAFTING)
+def test_coupled_tokens_are_those_of_plain_decoding(decoder: Any, temperature: float, toy: zoo.Toy) -> None:
     """Law 3: any draft gives the tokens of plain decoding with the same seed, every setting on."""
     sampling = dataclasses.replace(EVERYTHING, temperature=temperature)
-    model = HISTORY.with_eos(4)
+    model = toy.with_eos(4)
     for seed in range(4):
         call = functools.partial(
             dj.decode, model, PROMPTS, max_new_tokens=BUDGET, sampling=sampling, stop=dj.Stop([2]), seed=seed
@@ -297,12 +320,13 @@ def test_a_hostile_draft_gains_one_token_a_step(sampling: dj.Sampling) -> None:
     assert out.stats.model_calls.tolist() == out.stats.tokens.tolist() == [BUDGET] * 4
 
 
+@both
 @pytest.mark.parametrize("eos", [(), (4,)], ids=["full", "eos"])
-def test_caches_and_features_follow_the_accepted_path(eos: tuple[int, ...]) -> None:
+def test_caches_and_features_follow_the_accepted_path(eos: tuple[int, ...], toy: zoo.Toy) -> None:
     """After every round the cache holds the committed prefix, and `observe` gets its features."""
     for temperature in (0.0, 1.0):
         ctx, state = zoo.final_state(
-            HISTORY.with_eos(*eos),
+            toy.with_eos(*eos),
             PROMPTS,
             TREE,
             max_new_tokens=BUDGET,
@@ -331,11 +355,15 @@ def test_trees_are_accepted_to_every_depth() -> None:
 
 
 # ---------------------------------------------------------------------- law 5
-@pytest.mark.parametrize("decoder", [PLAIN, LOOKUP, TREE], ids=["plain", "lookup", "tree"])
-def test_a_row_in_a_batch_equals_the_row_alone(decoder: Any) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "toy"),
+    [(PLAIN, HISTORY), (LOOKUP, HISTORY), (TREE, HISTORY), (LOOKUP, TRANSLATOR)],
+    ids=["plain", "lookup", "tree", "lookup on an encoder-decoder"],
+)
+def test_a_row_in_a_batch_equals_the_row_alone(decoder: Any, toy: zoo.Toy) -> None:
     """Law 5: batch mates and their lengths change nothing, given the row's id."""
     call = functools.partial(
-        dj.decode, HISTORY.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING, seed=3
+        dj.decode, toy.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING, seed=3
     )
     together = call(PROMPTS)
     for row, prompt in enumerate(PROMPTS):
@@ -345,12 +373,10 @@ def test_a_row_in_a_batch_equals_the_row_alone(decoder: Any) -> None:
         np.testing.assert_allclose(alone.log_probs[0], together.log_probs[row], atol=1e-5)
 
 
-@pairs(DECODERS)
-def test_the_order_of_a_batch_changes_nothing(decoder: Any) -> None:
+@cases(DECODERS)
+def test_the_order_of_a_batch_changes_nothing(decoder: Any, toy: zoo.Toy) -> None:
     """Law 5: rows that change places and keep their ids keep their tokens."""
-    call = functools.partial(
-        dj.decode, HISTORY.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING
-    )
+    call = functools.partial(dj.decode, toy.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
     order = [2, 0, 3, 1]
     moved = call([PROMPTS[i] for i in order], row_ids=[10 + i for i in order])
     straight = call(PROMPTS, row_ids=[10, 11, 12, 13])
@@ -358,15 +384,16 @@ def test_the_order_of_a_batch_changes_nothing(decoder: Any) -> None:
     assert len({tuple(row) for row in zoo.outputs(call([PROMPTS[0]] * 4))}) > 1  # and other ids draw otherwise
 
 
-def test_padding_changes_nothing() -> None:
+@both
+def test_padding_changes_nothing(toy: zoo.Toy) -> None:
     """Law 5: a long batch mate moves everyone into larger buffers and more prefill chunks, no token."""
-    call = functools.partial(dj.decode, HISTORY.with_eos(4), decoder=PLAIN, max_new_tokens=BUDGET, sampling=EVERYTHING)
+    call = functools.partial(dj.decode, toy.with_eos(4), decoder=PLAIN, max_new_tokens=BUDGET, sampling=EVERYTHING)
     long = np.random.default_rng(0).integers(0, 5, size=200).tolist()
     padded, tight = call([*PROMPTS[:3], long]), call(PROMPTS)
     assert zoo.outputs(padded)[:3] == zoo.outputs(tight)[:3]
     # The long row itself crosses the borders of its prefill chunks.
-    greedy = dj.decode(HISTORY.model, [*PROMPTS[:3], long], max_new_tokens=BUDGET)
-    assert zoo.outputs(greedy)[3] == zoo.greedy(HISTORY.logits_of, long, BUDGET)
+    greedy = dj.decode(toy.model, [*PROMPTS[:3], long], max_new_tokens=BUDGET)
+    assert zoo.outputs(greedy)[3] == zoo.greedy(*toy.row(long), BUDGET)
 
 
 @pytest.fixture(scope="module")
@@ -398,9 +425,12 @@ def test_eight_devices_change_nothing(mesh: jax.sharding.Mesh) -> None:
         assert split.stats.model_calls[rows].tolist() == whole.stats.model_calls.tolist()
 
 
-def test_a_mesh_compiles_one_loop(mesh: jax.sharding.Mesh) -> None:
+@pytest.mark.parametrize(
+    "small", [zoo.small_transformer, zoo.small_translator], ids=["decoder-only", "encoder-decoder"]
+)
+def test_a_mesh_compiles_one_loop(mesh: jax.sharding.Mesh, small: Any) -> None:
     """Law 5, law 10: the first state is split like all later ones, so the loop is compiled once."""
-    model, prompts = zoo.small_transformer(), TRANSFORMER_PROMPTS * 2
+    model, prompts = small(), TRANSFORMER_PROMPTS * 2
     with dj.compile_clock() as clock:
         split = dj.decode(model, prompts, max_new_tokens=40, mesh=mesh)
     whole = dj.decode(model, TRANSFORMER_PROMPTS, max_new_tokens=40)
@@ -408,12 +438,16 @@ def test_a_mesh_compiles_one_loop(mesh: jax.sharding.Mesh) -> None:
     assert clock.programs == 2
 
 
-@pytest.mark.parametrize("toy", [True, False], ids=["tree on a toy", "plain on a transformer"])
-def test_rows_stay_on_their_devices(mesh: jax.sharding.Mesh, toy: bool) -> None:
-    """Law 5: a data mesh's program holds no all-gather, and the state stays split."""
-    model = HISTORY.model if toy else zoo.small_transformer()
-    decoder, prompts = (TREE, MESH_PROMPTS) if toy else (PLAIN, TRANSFORMER_PROMPTS * 2)
-    call = prepare(model, prompts, BUDGET if toy else 40, dj.Sampling(), dj.Stop(), 0, None, mesh)
+@pytest.mark.parametrize(
+    "small",
+    [None, zoo.small_transformer, zoo.small_translator],
+    ids=["tree on a toy", "plain on a transformer", "plain on an encoder-decoder"],
+)
+def test_rows_stay_on_their_devices(mesh: jax.sharding.Mesh, small: Any) -> None:
+    """Law 5: a data mesh's program, a tree's or plain decoding's, has no all-gather; the state stays split."""
+    model = HISTORY.model if small is None else small()
+    decoder, prompts = (TREE, MESH_PROMPTS) if small is None else (PLAIN, TRANSFORMER_PROMPTS * 2)
+    call = prepare(model, prompts, BUDGET if small is None else 40, dj.Sampling(), dj.Stop(), 0, None, mesh)
     state = start(decoder, call.ctx)
     compiled = run.lower(decoder, call.ctx, state, jnp.int32(1)).compile()
     assert "all-gather" not in compiled.as_text()
@@ -423,11 +457,11 @@ def test_rows_stay_on_their_devices(mesh: jax.sharding.Mesh, toy: bool) -> None:
 
 
 # ---------------------------------------------------------------------- law 6
-@pairs(DECODERS)
-def test_steps_may_be_cut_anywhere(decoder: Any) -> None:
+@cases(DECODERS)
+def test_steps_may_be_cut_anywhere(decoder: Any, toy: zoo.Toy) -> None:
     """Law 6: all steps in one call, one a call, three a call, traced and streamed give the same output."""
     arguments = {"max_new_tokens": BUDGET, "sampling": EVERYTHING, "stop": dj.Stop([2]), "seed": 1}
-    model = HISTORY.with_eos(4)
+    model = toy.with_eos(4)
     whole = dj.decode(model, PROMPTS, decoder, **arguments)
     for steps in (1, 3):
         same_output(dj.decode(model, PROMPTS, decoder, steps_per_call=steps, **arguments), whole)
@@ -443,10 +477,10 @@ def test_steps_may_be_cut_anywhere(decoder: Any) -> None:
     assert [r[-1] for r in reasons] == whole.finish_reason and not any(any(r[:-1]) for r in reasons)
 
 
-@pairs(DECODERS)
-def test_a_trace_tells_what_happened(decoder: Any) -> None:
+@cases(DECODERS)
+def test_a_trace_tells_what_happened(decoder: Any, toy: zoo.Toy) -> None:
     """Law 6: the steps of a row add up to its output and its counters; what was kept was proposed."""
-    out = dj.decode(HISTORY.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, trace=True)
+    out = dj.decode(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, trace=True)
     for row, tokens in enumerate(zoo.outputs(out)):
         steps = [step for step in out.trace or () if step.row == row]
         assert [t for step in steps for t in step.emitted] == tokens
@@ -462,18 +496,19 @@ def test_a_stream_without_a_budget_says_so() -> None:
 
 
 # ---------------------------------------------------------------------- law 7
-@pairs(DECODERS)
-def test_prompts_stay_and_the_loop_is_bounded(decoder: Any) -> None:
+@cases(DECODERS)
+def test_prompts_stay_and_the_loop_is_bounded(decoder: Any, toy: zoo.Toy) -> None:
     """Law 7: prompts stay, nothing is written past a row's end, every call emits a token."""
-    ctx, state = zoo.final_state(HISTORY.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
+    ctx, state = zoo.final_state(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
     tokens, length = np.asarray(state.rows.tokens), np.asarray(state.rows.length)
     assert bool(state.done.all()) and (length <= np.asarray(ctx.limits)).all()
     assert (np.asarray(state.model_calls) <= length - np.asarray(ctx.prompt_lengths)).all()
     assert (np.asarray(state.accepted) <= np.asarray(state.drafted)).all()
     for row, prompt in enumerate(PROMPTS):
-        assert tokens[row, : len(prompt)].tolist() == prompt
+        first = toy.row(prompt)[1]
+        assert tokens[row, : len(first)].tolist() == first
         assert not tokens[row, length[row] :].any()
-    assert 0 not in tokens[0, len(PROMPTS[0]) : length[0]]  # the forbidden id, which padding shares
+        assert 0 not in tokens[row, len(first) : length[row]]  # the forbidden id, which padding shares
 
 
 @pytest.mark.parametrize("full", [64 - 7], ids=["to the last slot"])
@@ -504,32 +539,36 @@ def equations(jaxpr: Any) -> Iterator[Any]:
                     yield from equations(inner)
 
 
-def program(decoder: Prefix) -> tuple[Any, ...]:
-    call = prepare(HISTORY.model, PROMPTS, BUDGET, dj.Sampling(), dj.Stop(), 0, None, None)
+def program(decoder: Prefix, toy: zoo.Toy) -> tuple[Any, ...]:
+    call = prepare(toy.model, PROMPTS, BUDGET, dj.Sampling(), dj.Stop(), 0, None, None)
     return decoder, call.ctx, start(decoder, call.ctx), jnp.int32(1)
 
 
 LOOPS = {name: DECODERS[name] for name in ("plain", "lookup", "tree")} | {"beam": dj.Beam(num_beams=3)}
 
 
-@pairs(LOOPS)
-def test_a_decode_is_one_program(decoder: Any) -> None:
+@cases(LOOPS)
+def test_a_decode_is_one_program(decoder: Any, toy: zoo.Toy) -> None:
     """Law 10: one `while`, no callback or transfer inside, and no params in what the loop carries."""
-    closed = jax.make_jaxpr(run)(*program(decoder))
+    closed = jax.make_jaxpr(run)(*program(decoder, toy))
     (call,) = closed.jaxpr.eqns
     (loop,) = [e for e in call.params["jaxpr"].jaxpr.eqns if e.primitive.name == "while"]
     names = {e.primitive.name for e in equations(closed.jaxpr)}
     assert names & {"scan", "top_k"}  # the search for names does look inside
     assert not [n for n in names if any(bad in n for bad in ("callback", "infeed", "outfeed", "device_put"))]
-    params = HISTORY.model.params.shape
+    params = toy.model.params.shape
     assert params in [v.aval.shape for v in loop.invars]
     assert params not in [v.aval.shape for v in loop.outvars]
 
 
-@pairs(LOOPS)
-def test_nothing_is_transferred_inside(decoder: Any) -> None:
+@pytest.mark.parametrize(
+    ("decoder", "toy"),
+    [*((decoder, HISTORY) for decoder in LOOPS.values()), (PLAIN, TRANSLATOR)],
+    ids=[*LOOPS, "plain on an encoder-decoder"],
+)
+def test_nothing_is_transferred_inside(decoder: Any, toy: zoo.Toy) -> None:
     """Law 10: no infeed, outfeed or host callback is compiled, and the old state's buffers are reused."""
-    arguments = program(decoder)
+    arguments = program(decoder, toy)
     text = run.lower(*arguments).compile().as_text()
     assert "while(" in text
     assert not [bad for bad in ("infeed", "outfeed", "callback", "send(", "recv(") if bad in text]
@@ -537,25 +576,25 @@ def test_nothing_is_transferred_inside(decoder: Any) -> None:
     assert all(leaf.is_deleted() for leaf in jax.tree.leaves(arguments[2]))
 
 
-@pairs(LOOPS)
-def test_the_program_lowers_for_every_platform(decoder: Any) -> None:
+@cases(LOOPS)
+def test_the_program_lowers_for_every_platform(decoder: Any, toy: zoo.Toy) -> None:
     """Law 10: `jax.export` lowers the loop for cpu, cuda and tpu."""
-    exported = jax.export.export(run, platforms=("cpu", "cuda", "tpu"))(*program(decoder))
+    exported = jax.export.export(run, platforms=("cpu", "cuda", "tpu"))(*program(decoder, toy))
     assert exported.platforms == ("cpu", "cuda", "tpu")
 
 
-@pairs({"plain": PLAIN, "lookup": LOOKUP})
-def test_other_values_compile_nothing(decoder: Any) -> None:
+@cases({"plain": PLAIN, "lookup": LOOKUP})
+def test_other_values_compile_nothing(decoder: Any, toy: zoo.Toy) -> None:
     """Law 10: settings, seeds, ids, budgets within a bucket and other weights run the same program."""
-    call = functools.partial(dj.decode, HISTORY.model, PROMPTS, decoder)
+    call = functools.partial(dj.decode, toy.model, PROMPTS, decoder)
     call(max_new_tokens=BUDGET)
-    other = zoo.history_cached(5, seed=99, eos_ids=(1,)).model
+    other = dataclasses.replace(toy.with_eos(1), params=zoo.history_cached(5, seed=99).model.params)
     with dj.compile_clock() as clock:
         call(max_new_tokens=5)
         call(max_new_tokens=BUDGET, sampling=EVERYTHING, seed=5, row_ids=[9, 8, 7, 6])
         call(max_new_tokens=BUDGET, sampling=dj.Sampling(temperature=0.3, top_p=0.4), stop=dj.Stop([1, 2]))
         call(max_new_tokens=BUDGET, steps_per_call=2, trace=True)
-        list(dj.stream(HISTORY.with_eos(2), [[1], [2], [3], [4]], decoder, max_new_tokens=7))
+        list(dj.stream(toy.with_eos(2), [[1], [2], [3], [4]], decoder, max_new_tokens=7))
         changed = dj.decode(other, PROMPTS, decoder, max_new_tokens=BUDGET)
     assert clock.programs == 0
     assert changed.stats.compile_seconds == 0.0

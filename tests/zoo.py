@@ -32,13 +32,22 @@ LogitsOf = Callable[[Sequence[int]], np.ndarray]
 
 @dataclasses.dataclass(frozen=True)
 class Toy:
-    """A model and its law: `logits_of(prefix)` gives f32[V] for a whole row's tokens so far."""
+    """A model and its law: `logits_of(prefix)` gives f32[V] for a whole row's tokens so far.
+
+    Of an encoder-decoder `logits_of(source, prefix)`, where the prefix begins with `start_id`.
+    """
 
     model: Model
-    logits_of: LogitsOf
+    logits_of: Callable[..., np.ndarray]
 
     def with_eos(self, *eos_ids: int) -> Model:
         return dataclasses.replace(self.model, eos_ids=eos_ids)
+
+    def row(self, prompt: Sequence[int]) -> tuple[LogitsOf, list[int]]:
+        """The law of a prompt's row, and the tokens that its output follows."""
+        if self.model.start_id is None:
+            return self.logits_of, list(prompt)
+        return functools.partial(self.logits_of, prompt), [self.model.start_id]
 
 
 # ---------------------------------------------------------------------- models
@@ -129,8 +138,10 @@ def _token_hash(tokens: Any, positions: Any) -> Any:
 
 def _history_apply(params: PyTree, inputs: Inputs, cache: Any) -> Features:
     tokens, positions, cache = _seen(inputs, cache)
-    parts = jnp.where(inputs.mask, _token_hash(tokens, positions), jnp.uint32(0))
-    index = _mixed(parts.sum(axis=2, dtype=jnp.uint32)) % jnp.uint32(params.shape[0])
+    total = jnp.where(inputs.mask, _token_hash(tokens, positions), jnp.uint32(0)).sum(axis=2, dtype=jnp.uint32)
+    if cache is not None and cache.rows:  # of an encoder-decoder
+        total = total + cache.rows["source"][:, None]
+    index = _mixed(total) % jnp.uint32(params.shape[0])
     return Features(index.astype(jnp.float32)[..., None], (), cache)
 
 
@@ -159,6 +170,33 @@ def history_cached(
     return Toy(model, logits_of)
 
 
+def _hash_sources(params: PyTree, sources: Array, lengths: Array) -> PyTree:
+    """A hash u32[B] of each source's tokens and their places; mixed, or the source would count like output."""
+    del params
+    at = jnp.arange(sources.shape[1])[None]
+    hashes = jnp.where(at < lengths[:, None], _token_hash(sources, at), jnp.uint32(0))
+    return {"source": _mixed(hashes.sum(axis=1, dtype=jnp.uint32))}
+
+
+def history_translator(vocab: int, seed: int = 0, start_id: int = 0, tokenizer: Any = None) -> Toy:
+    """An encoder-decoder whose law depends on a hash of its source and of every visible token, exactly too.
+
+    A wrong row of memory, a token of padding in it or a wrong visible slot shows.
+    """
+    decoder = history_cached(vocab, seed)
+    table = np.asarray(decoder.model.params)
+
+    def logits_of(source: Sequence[int], prefix: Sequence[int]) -> np.ndarray:
+        encoded, decoded = (
+            _token_hash(np.asarray(tokens), np.arange(len(tokens))).sum(dtype=np.uint32, keepdims=True)
+            for tokens in (source, prefix)
+        )
+        return table[int(_mixed(_mixed(encoded) + decoded)[0]) % len(table)]
+
+    model = dataclasses.replace(decoder.model, encode=_hash_sources, start_id=start_id, tokenizer=tokenizer)
+    return Toy(model, logits_of)
+
+
 SMALL = TransformerConfig(
     vocab_size=64,
     num_layers=2,
@@ -175,6 +213,20 @@ SMALL = TransformerConfig(
 def small_transformer(seed: int = 0) -> Model:
     """A random 2-layer Transformer with a vocabulary of 64; its tests compare up to rounding."""
     return init_transformer(SMALL, seed)
+
+
+@functools.cache
+def small_translator(seed: int = 0, **fields: Any) -> Model:
+    """A random encoder-decoder; `fields` are its config's.
+
+    Its matrices are larger than a new model's, so that the source decides what comes out, and no norm's scale is 1.
+    """
+    config = dataclasses.replace(SMALL, **{"width": 16, "mlp_width": 24, "encoder_layers": 1, "start_id": 1} | fields)
+    model = init_transformer(config, seed)
+    leaves, tree = jax.tree.flatten(model.params)
+    draw = np.random.default_rng(seed).normal
+    moved = [x * 2 if x.ndim > 1 else x + draw(0.0, 0.3, x.shape).astype(np.float32) for x in leaves]
+    return dataclasses.replace(model, params=jax.tree.unflatten(tree, moved))
 
 
 # ---------------------------------------------------------------------- a tokenizer
@@ -329,7 +381,7 @@ class TreeLookup(Prefix):
         batch, size = rows.tokens.shape
         at = jnp.broadcast_to(jnp.arange(size), (batch, size))
         causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-        fresh = ctx.apply(Inputs(rows.tokens, at, causal), None).hidden
+        fresh = ctx.apply(Inputs(rows.tokens, at, causal), Cache(slots=(), rows=state.cache.rows)).hidden
         new = jnp.arange(draft.depth + 1)[None]
         source = (rows.length - result.emitted)[:, None] + new - 1  # the last token that each new one was drawn from
         expected = jax.vmap(lambda row, i: row.at[i].get(mode="clip"))(fresh, source)

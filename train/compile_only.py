@@ -26,10 +26,9 @@ def report_memory(config: ConfigDict) -> str:
     objective = make_objective(config, layout, None)
     compiled = make_step(layout, config).lower(layout.abstract_state, batch, objective).compile()
     memory = compiled.memory_analysis()
+    print(memory)
     count = sum(shape.size for shape in layout.abstract_params.values())
-    state = sum(
-        leaf.sharding.shard_shape(leaf.shape) and _bytes(leaf) for leaf in jax.tree.leaves(layout.abstract_state)
-    )
+    state = sum(map(_bytes, jax.tree.leaves(layout.abstract_state)))
     lines = [
         f"{count:,} parameters on {mesh.size} devices, mesh {dict(mesh.shape)}",
         f"state (params, optimizer, averages)    {state / 2**30:8.2f} GiB per device",

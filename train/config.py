@@ -85,6 +85,19 @@ def default_config() -> ConfigDict:
     config.evaluation.language = ""  # of the targets, such as "de"
     config.evaluation.prompts = ()  # of a language model's samples
 
+    # What train.distill does with a teacher; the settings of decoders and sampling are those of decode.
+    config.distillation = ConfigDict()
+    config.distillation.split = "train"
+    config.distillation.decoder = "autoregressive"
+    config.distillation.autoregressive = ConfigDict()
+    config.distillation.beam = ConfigDict({"num_beams": 5, "length_penalty": 1.0, "n_best": 1})
+    config.distillation.prompt_lookup = ConfigDict({"num_draft": 8, "max_ngram": 3, "min_ngram": 1})
+    config.distillation.sampling = ConfigDict({"temperature": 0.0, "top_k": 0, "top_p": 1.0})  # 0: greedy
+    config.distillation.seed = 0  # of the draws
+    config.distillation.max_new_tokens = 64
+    config.distillation.batch_size = 64
+    config.distillation.batches_per_part = 4  # a part is what a kill can cost
+
     config.profile = ConfigDict({"first_step": 0, "steps": 0})  # a window for jax.profiler; 0 steps: none
     config.compilation_cache = "default"  # a folder, "default" for one in the user's cache, "" for none
     return config

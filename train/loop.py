@@ -44,7 +44,10 @@ from train.state import Layout, TrainState, make_evaluation, make_mesh, make_ste
 
 CONFIG, RESULTS = "train_config.json", "results.json"
 # What may change between two starts of one run: none of it changes what is learnt.
-_FREE = ("log_every", "checkpoint", "evaluation", "profile", "compilation_cache", "mesh", "teacher.path")
+_FREE = (
+    *("log_every", "checkpoint", "evaluation", "distillation", "profile", "compilation_cache", "mesh"),
+    "teacher.path",
+)
 _FREE_DATA = ("prefetch", "data_dir")
 
 

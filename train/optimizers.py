@@ -31,13 +31,17 @@ def learning_rate(settings: ConfigDict, total_steps: int) -> Callable[[Array], A
         raise ValueError(f"optimizer.learning_rate={peak}: must be above 0")
     if not 0 <= warmup < total_steps:
         raise ValueError(f"optimizer.warmup_steps={warmup}: must be from 0 to below total_steps={total_steps}")
-    if name == "cosine":
-        return optax.warmup_cosine_decay_schedule(0.0, peak, warmup, total_steps, peak * settings.final_fraction)
 
     def rate(step: Array) -> Array:
         at = jnp.asarray(step, jnp.float32)
-        rising = jnp.minimum(at / max(warmup, 1), 1.0)
-        falling = jnp.sqrt(max(warmup, 1) / jnp.maximum(at, max(warmup, 1))) if name == "rsqrt" else 1.0
+        rising = jnp.minimum(at / warmup, 1.0) if warmup else jnp.float32(1.0)
+        if name == "cosine":
+            way = jnp.clip((at - warmup) / (total_steps - warmup), 0.0, 1.0)
+            falling = settings.final_fraction + (1 - settings.final_fraction) * 0.5 * (1 + jnp.cos(jnp.pi * way))
+        elif name == "rsqrt":
+            falling = jnp.sqrt(max(warmup, 1) / jnp.maximum(at, max(warmup, 1)))
+        else:
+            falling = jnp.float32(1.0)
         return peak * rising * falling
 
     return rate
@@ -66,7 +70,14 @@ def make_optimizer(settings: ConfigDict, total_steps: int) -> optax.GradientTran
         weight_decay=settings.weight_decay,
         mask=decayed,
     )
-    return optax.chain(optax.clip_by_global_norm(settings.clip_norm), adam) if settings.clip_norm else adam
+    chain = optax.chain(optax.clip_by_global_norm(settings.clip_norm), adam) if settings.clip_norm else adam
+
+    def update(gradients: PyTree, state: PyTree, params: PyTree = None) -> tuple[PyTree, PyTree]:
+        # optax raises floats to the power of its int32 counts, which JAX's strict promotion refuses.
+        with jax.numpy_dtype_promotion("standard"):
+            return chain.update(gradients, state, params)
+
+    return optax.GradientTransformation(chain.init, update)
 
 
 def averaged(ema: PyTree, params: PyTree, decay: float, step: Array) -> PyTree:

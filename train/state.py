@@ -254,7 +254,7 @@ def make_step(layout: Layout, config: ConfigDict) -> Any:
             optimizer=optimizer,
             ema=None if state.ema is None else averaged(state.ema, params, decay, state.step),
         )
-        return new, _summed(metrics) | {"gradient_norm": optax.global_norm(gradients)}
+        return new, _summed(metrics) | {"gradient_norm": optax.tree.norm(gradients)}
 
     return jax.jit(step, donate_argnums=0, out_shardings=(layout.shardings, layout.whole))
 

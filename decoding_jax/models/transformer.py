@@ -72,6 +72,10 @@ class TransformerConfig:
         for name in ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "max_length"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+        if self.encoder_layers < 0:
+            raise ValueError(
+                f"encoder_layers={self.encoder_layers}: must be at least 0; 0 is a model without an encoder"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout={self.dropout}: must be from 0 to below 1")
         if self.num_heads % self.num_kv_heads:
@@ -129,7 +133,7 @@ def dropout(x: Array, key: Array | None, rate: float) -> Array:
     A byte decides each, since 32 random bits for every feature of every layer would cost a CPU more than they are
     worth.
     """
-    dropped = round(rate * 256)
+    dropped = min(round(rate * 256), 255)
     if key is None or not dropped:
         return x
     keep = jax.random.bits(key, x.shape, jnp.uint8) >= dropped

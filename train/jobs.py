@@ -1,0 +1,197 @@
+"""What the commands that run a batch job share: settings, signals, progress, summary, exit codes."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import platform
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, NoReturn
+
+import jax
+import ml_collections
+import tqdm
+from jax.sharding import Mesh
+
+import decoding_jax as dj
+from decoding_jax import batch_job
+from decoding_jax.batch_job import Job, Tally
+from decoding_jax.registry import from_settings, make_decoder
+from train.command import FAILED, one_line, say
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+# --- Settings
+
+
+@contextlib.contextmanager
+def every_setting() -> Iterator[None]:
+    """Turns the AttributeError of a setting that the config file lacks into a ValueError."""
+    try:
+        yield
+    except AttributeError as error:
+        raise ValueError(f"the config file lacks a setting: {one_line(error)}") from None
+
+
+def read_job(settings: ml_collections.ConfigDict, mesh: Mesh | None, stop: dj.Stop = dj.Stop()) -> Job:
+    """The job that settings describe: `decoder` and the part of its name, `sampling`, `seed` and the sizes.
+
+    Raises:
+      ValueError: a setting has no meaning.
+      AttributeError: a setting is missing; see `every_setting`.
+    """
+    return Job(
+        decoder=make_decoder(settings.decoder, settings.get(settings.decoder, {})),
+        max_new_tokens=settings.max_new_tokens,
+        sampling=from_settings(dj.Sampling, "sampling", settings.sampling),
+        stop=stop,
+        seed=settings.seed,
+        batch_size=settings.batch_size,
+        batches_per_part=settings.batches_per_part,
+        mesh=mesh,
+    )
+
+
+# --- Signals
+
+
+class Stopped(BaseException):
+    """A signal asked to stop. No Exception: nothing on the way out may take it for an error of its own."""
+
+
+class Signals:
+    """Turns the first SIGTERM or SIGINT into Stopped; a second one ends the process at once."""
+
+    def __init__(self) -> None:
+        self.received: int | None = None
+        self._handle(self._receive)
+
+    def _handle(self, handler: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, handler)
+
+    def _receive(self, number: int, frame: FrameType | None) -> NoReturn:
+        self.received = number
+        self._handle(signal.SIG_DFL)
+        raise Stopped
+
+    def check(self) -> None:
+        """Raises Stopped again if it got lost, as exceptions in destructors and callbacks do."""
+        if self.received is not None:
+            raise Stopped
+
+
+def run_stoppable(work: Callable[[Signals], int], folder: Path) -> int:
+    """Runs a job's work, which returns the exit code; a signal and a failure while decoding get theirs here.
+
+    Args:
+      work: gets the signals for its Progress.
+      folder: where the job's parts are.
+    """
+    signals = Signals()
+    try:
+        return work(signals)
+    except Stopped:
+        parts = len(list(folder.glob(batch_job.PARTS)))
+        say(f"{parts} complete parts are saved in {folder}")
+        say("stopped; run the same command again to continue")
+        return 130 if signals.received == signal.SIGINT else 0
+    except (OSError, jax.errors.JaxRuntimeError) as error:
+        say(f"failed: {one_line(error)}; what is complete is saved, the same command goes on from there")
+        return FAILED
+
+
+# --- Progress
+
+
+class Progress:
+    """A bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, total: int, signals: Signals) -> None:
+        self._total, self._signals = total, signals
+        self._begun = self._shown = time.monotonic()
+        self._bar = tqdm.tqdm(total=total, unit="row", smoothing=0, disable=not sys.stderr.isatty())
+
+    def __call__(self, tally: Tally) -> None:
+        self._signals.check()
+        done = tally.kept_rows + tally.rows
+        speed = f"{tally.tokens / tally.seconds:.1f} tokens/s" if tally.seconds else "starting"
+        if not self._bar.disable:
+            self._bar.initial = tally.kept_rows  # rows of an earlier run say nothing about the time left
+            self._bar.n = done
+            self._bar.set_postfix_str(speed)
+        elif done < self._total and time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._shown = time.monotonic()
+            rate = max(tally.rows, 1) / (self._shown - self._begun)
+            left = (self._total - done) / rate
+            say(f"{done} of {self._total} rows, {rate:.3g} rows/s, {speed}, about {left:.0f} s left")
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+# --- Summary
+
+
+def write_summary(folder: Path, job: Job, tally: Tally, more: dict[str, Any], begun: float) -> None:
+    """Writes summary.json (`batch_job.measures` defines its numbers) and says the gist of it.
+
+    Args:
+      folder: of the job.
+      job, tally: what was done.
+      more: what else the summary holds.
+      begun: when the command began, in seconds of time.monotonic.
+    """
+    numbers = batch_job.measures(folder, tally)
+    summary = {
+        **numbers,
+        **more,
+        "wall_seconds": time.monotonic() - begun,
+        "peak_memory_bytes": _peak_memory(),
+        "decoder": repr(job.decoder),
+        **_surroundings(),
+    }
+    text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
+    batch_job.write_atomically(folder / batch_job.SUMMARY, text.encode())
+    speed, per_call = numbers["tokens_per_second"], numbers["tokens_per_model_call"]
+    say(
+        f"{numbers['rows']} rows, {numbers['new_tokens']} new tokens in {folder}"
+        + (f"; {speed:.1f} tokens/s" if speed else "")
+        + (f", {per_call:.2f} tokens per model call" if per_call else "")
+    )
+
+
+def _peak_memory() -> dict[str, int | None]:
+    """Bytes: of this process at its largest, and of the fullest device where it keeps count."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    devices = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in jax.local_devices()]
+    return {
+        "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit,
+        "device": max((peak for peak in devices if peak is not None), default=None),
+    }
+
+
+def _surroundings() -> dict[str, Any]:
+    """The versions and the hardware that the measurements depend on."""
+    packages = ("jax", "jaxlib", "flax", "decoding_jax")
+    device = jax.devices()[0]
+    return {
+        "versions": {"python": platform.python_version()}
+        | {name: importlib.metadata.version(name) for name in packages},
+        "hardware": {
+            "platform": platform.platform(),
+            "backend": device.platform,
+            "device_kind": device.device_kind,
+            "devices": len(jax.devices()),
+            "cpu_count": os.cpu_count(),
+        },
+    }
