@@ -15,7 +15,7 @@ def get_config(language_pair: str = "en-de") -> ConfigDict:
     """The settings for a pair; each can be changed on the command line with --config.name=value."""
     config = default_config()
     config.objective = "seq2seq"
-    config.total_steps = 1500
+    config.total_steps = 1200
     config.label_smoothing = 0.1
 
     config.data.name = "ui_phrases"

@@ -49,6 +49,10 @@ MODEL = dataclasses.replace(
     tokenizer=byte_tokenizer("{% for m in messages %}{{ m.content }}|{% endfor %}"),
     max_length=CONTEXT,
 )
+# The encoder-decoder of the same kind.
+TRANSLATOR = dataclasses.replace(
+    zoo.history_translator(256, seed=7, start_id=1, tokenizer=byte_tokenizer()).with_eos(3, 77), max_length=CONTEXT
+)
 JOB = Job(max_new_tokens=BUDGET, sampling=dj.Sampling(temperature=1.0), batch_size=3, batches_per_part=2, seed=5)
 
 GOOD = [
@@ -157,7 +161,8 @@ BAD = {
     "id of another type": ({"id": 1.5, "prompt": "x"}, "id 1.5 is neither"),
     "duplicate id": ({"id": "first", "prompt": "x"}, "id 'first' belongs to an earlier line"),
     "no prompt": ({"id": "x"}, "has no prompt; this model takes one of prompt, messages, tokens"),
-    "two prompts": ({"id": "x", "prompt": "a", "tokens": [1]}, "has prompt and tokens; give one"),
+    "two prompts": ({"id": "x", "prompt": "a", "tokens": [1]}, "has prompt and tokens; this model takes one of"),
+    "a source": ({"id": "x", "source": "a"}, "has source; this model takes one of prompt, messages, tokens"),
     "empty prompt": ({"id": "x", "prompt": ""}, "prompt is empty"),
     "empty tokens": ({"id": "x", "tokens": []}, "tokens is empty"),
     "empty chat": ({"id": "x", "messages": []}, "at least one"),
@@ -185,6 +190,31 @@ def test_bad_line_is_reported_and_the_rest_is_read(case: str, tmp_path: Path) ->
         raise ValueError(errors[0]["reason"])
     known = isinstance(line, dict) and isinstance(line.get("id"), str)
     assert errors[0].get("id") == (line["id"] if known else None)
+
+
+BAD_FOR_TRANSLATORS = {
+    "a prompt": ({"id": "x", "prompt": "a"}, "has prompt; this model takes one of source, tokens"),
+    "a chat": ({"id": "x", "messages": [{"role": "user", "content": "a"}]}, "has messages; this model takes one of"),
+    "no source": ({"id": "x"}, "has no prompt; this model takes one of source, tokens"),
+    "two sources": ({"id": "x", "source": "a", "tokens": [1]}, "has tokens and source; this model takes one of"),
+    "empty source": ({"id": "x", "source": ""}, "source is empty"),
+    "source of another type": ({"id": "x", "source": ["a"]}, "source is a list; it must be a text"),
+    "too long": (
+        {"id": "x", "source": "a" * CONTEXT},
+        f"source has 97 tokens, more than the model's context of {CONTEXT}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOR_TRANSLATORS)
+def test_bad_line_for_an_encoder_decoder_is_reported(case: str, tmp_path: Path) -> None:
+    """An encoder-decoder takes sources and says so; a source has the whole context, whatever the budget is."""
+    line, reason = BAD_FOR_TRANSLATORS[case]
+    rest = [{"id": "first", "source": "a" * (CONTEXT - 1)}, {"id": "last", "tokens": [97] * CONTEXT}]
+    source = write_lines(tmp_path / "in", [rest[0], line, rest[1]])
+    rows, errors = read_rows(TRANSLATOR, [("in", source)], BUDGET)
+    assert [row.prompt.tolist() for row in rows] == [[97] * (CONTEXT - 1) + [3], [97] * CONTEXT]
+    assert [(e["line"], e["id"]) for e in errors] == [(2, "x")] and reason in errors[0]["reason"]
 
 
 def test_chat_without_template_is_a_bad_line(tmp_path: Path) -> None:
@@ -329,6 +359,32 @@ def test_stop_after_any_batch_and_go_on(batches: int, whole: tuple[Path, dict[st
     assert contents(tmp_path) == expected
     assert {path: path.stat().st_ino for path in parts} == parts  # not written again
     assert (tally.kept_parts, tally.kept_rows + tally.rows) == (len(parts), len(GOOD))
+
+
+def test_sources_are_decoded_and_a_stopped_job_goes_on(tmp_path: Path) -> None:
+    """Lines of sources give what `decode` gives them, and an interruption changes no byte of it."""
+    lines = [{"id": n, "source": "ab" * (n + 1)} for n in range(6)] + [{"id": "ids", "tokens": [5, 6]}]
+    source = write_lines(tmp_path / "in", [*lines, {"id": "no source", "prompt": "x"}])
+    job = dataclasses.replace(JOB, batches_per_part=1)
+    run_all(source, tmp_path / "whole", job, TRANSLATOR)
+    expected, found = contents(tmp_path / "whole"), records(tmp_path / "whole")
+    assert list(found) == [*range(6), "ids"] and json.loads(expected["errors.jsonl"])["id"] == "no source"
+    for first in (0, 3):
+        given: Any = [line["source"] for line in lines[first : first + 3]]
+        options: dict[str, Any] = {"sampling": JOB.sampling, "seed": JOB.seed, "row_ids": range(first, first + 3)}
+        out = dj.decode(TRANSLATOR, given, max_new_tokens=BUDGET, **options)
+        assert zoo.outputs(out) == [found[n]["tokens"] for n in range(first, first + 3)]
+        assert out.text == [found[n]["text"] for n in range(first, first + 3)]
+
+    def stop(tally: Tally) -> None:
+        if tally.rows == 6:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_all(source, tmp_path / "stopped", job, TRANSLATOR, on_batch=stop)
+    assert len(list((tmp_path / "stopped").glob("part-*"))) == 1
+    assert run_all(source, tmp_path / "stopped", job, TRANSLATOR).kept_parts == 1
+    assert contents(tmp_path / "stopped") == expected
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -12,15 +12,17 @@ import zoo
 import decoding_jax as dj
 
 TOY = zoo.history_cached(5, seed=2)
+TRANSLATOR = zoo.history_translator(5, seed=2, start_id=1)
 
 
-def test_scores_are_the_log_probs_of_a_decode() -> None:
+@pytest.mark.parametrize("toy", [TOY, TRANSLATOR], ids=["prompts", "sources"])
+def test_scores_are_the_log_probs_of_a_decode(toy: zoo.Toy) -> None:
     """The score of what a decode wrote is its log_probs, rows ragged, whatever processors chose the tokens."""
     prompts = [[1, 2, 1], [3], [0, 4, 2, 1, 0, 3], [2, 2]]
     sampling = dj.Sampling(temperature=1.2, top_k=3, repetition_penalty=1.4)
-    out = dj.decode(TOY.with_eos(4), prompts, max_new_tokens=9, sampling=sampling)
+    out = dj.decode(toy.with_eos(4), prompts, max_new_tokens=9, sampling=sampling)
     assert len(set(out.lengths.tolist())) > 1
-    score = dj.score(TOY.model, prompts, zoo.outputs(out))
+    score = dj.score(toy.model, prompts, zoo.outputs(out))
     assert score.lengths.tolist() == out.lengths.tolist()
     longest = int(out.lengths.max())
     np.testing.assert_allclose(score.log_probs, out.log_probs[:, :longest], atol=1e-5)
@@ -34,6 +36,19 @@ def test_all_continuations_together_are_certain() -> None:
     assert np.exp(score.totals).sum() == pytest.approx(1.0, abs=1e-5)
     for tokens, row in zip(every[::17], score.log_probs[::17], strict=True):
         np.testing.assert_allclose(row, zoo.log_prob(TOY.logits_of, [1, 2], tokens), atol=1e-5)
+
+
+def test_continuations_of_sources_stand_behind_the_start_id() -> None:
+    """A source of several prefill chunks, continuations that cross a scoring chunk, and one that is empty."""
+    rng = np.random.default_rng(1)
+    sources = [rng.integers(0, 5, size=n).tolist() for n in (3, 70, 200, 5)]
+    continuations = [rng.integers(0, 5, size=n).tolist() for n in (80, 2, 64, 0)]
+    score = dj.score(TRANSLATOR.model, sources, continuations)
+    assert score.lengths.tolist() == [80, 2, 64, 0]
+    for row, (source, tokens) in enumerate(zip(sources, continuations, strict=True)):
+        want = zoo.log_prob(*TRANSLATOR.row(source), tokens)
+        np.testing.assert_allclose(score.log_probs[row, : len(tokens)], want, atol=1e-5)
+        assert not score.log_probs[row, len(tokens) :].any()
 
 
 def test_scores_of_a_transformer_are_its_full_sequence_log_softmax() -> None:
@@ -74,7 +89,8 @@ def test_texts_are_scored_as_their_tokens() -> None:
     ("prompts", "continuations"),
     [([[1], [2]], [[1]]), ([[1]], [[9]]), ([[]], [[1]]), ([[1]], ["text"])],
 )
-def test_impossible_scores_are_refused(prompts: list[list[int]], continuations: list[list[int]]) -> None:
+@pytest.mark.parametrize("toy", [TOY, TRANSLATOR], ids=["prompts", "sources"])
+def test_impossible_scores_are_refused(toy: zoo.Toy, prompts: list[list[int]], continuations: list[list[int]]) -> None:
     """Counts that differ, unknown ids, empty prompts and text without a tokenizer are ValueErrors."""
     with pytest.raises(ValueError, match=r"prompts|continuations"):
-        dj.score(TOY.model, prompts, continuations)
+        dj.score(toy.model, prompts, continuations)

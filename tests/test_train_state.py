@@ -244,7 +244,7 @@ def test_frozen_patterns_that_cannot_be_meant_are_refused(frozen: tuple[str, ...
 
 @pytest.mark.parametrize("clip_norm", [0.0, 0.05, 1e6])
 def test_gradients_are_clipped_by_their_common_norm(clip_norm: float) -> None:
-    """The first moment after one step is (1 - b1) times the gradient, whose norm is at most clip_norm, 0 for no limit."""
+    """The first moment after one step is (1 - b1) times the gradient, of norm clip_norm at most; 0 is no limit."""
     config = settings(optimizer__clip_norm=clip_norm, optimizer__b1=0.75)
     layout = make_layout(config, PAIRS, ONE)
     gradients, _ = on_one_device(PAIRS)

@@ -21,7 +21,7 @@ import decoding_jax as dj
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.loop import ALL_STEPS, run, start
 from decoding_jax.masks import causal_mask
-from decoding_jax.models.functional import init_transformer
+from decoding_jax.models.functional import abstract_transformer, init_transformer, transformer_model
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.prepare import prepare
 from decoding_jax.rows import Context, Rows, commit, next_token
@@ -217,16 +217,19 @@ def small_transformer(seed: int = 0) -> Model:
 
 @functools.cache
 def small_translator(seed: int = 0, **fields: Any) -> Model:
-    """A random encoder-decoder; `fields` are its config's.
+    """A random encoder-decoder of two layers on each side; `fields` are its config's.
 
-    Its matrices are larger than a new model's, so that the source decides what comes out, and no norm's scale is 1.
+    Its params are larger than a new model's, so that the source decides what comes out, and none is 0 or 1.
     """
-    config = dataclasses.replace(SMALL, **{"width": 16, "mlp_width": 24, "encoder_layers": 1, "start_id": 1} | fields)
-    model = init_transformer(config, seed)
-    leaves, tree = jax.tree.flatten(model.params)
+    sizes = {"width": 16, "mlp_width": 24, "encoder_layers": 2, "start_id": 1}
+    config = dataclasses.replace(SMALL, **sizes | fields)
     draw = np.random.default_rng(seed).normal
-    moved = [x * 2 if x.ndim > 1 else x + draw(0.0, 0.3, x.shape).astype(np.float32) for x in leaves]
-    return dataclasses.replace(model, params=jax.tree.unflatten(tree, moved))
+
+    def leaf(x: Any) -> Array:
+        values = draw(size=x.shape) * 2 / np.sqrt(x.shape[0]) if x.ndim > 1 else draw(1.0, 0.3, x.shape)
+        return jnp.asarray(values, x.dtype)
+
+    return transformer_model(config, jax.tree.map(leaf, abstract_transformer(config)[1]))
 
 
 # ---------------------------------------------------------------------- a tokenizer

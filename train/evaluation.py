@@ -46,7 +46,7 @@ def text_scores(hypotheses: Sequence[str], references: Sequence[str], language: 
       ValueError: the counts differ or are 0, or the language is no such code.
     """
     hypotheses, references = _paired(hypotheses=hypotheses, references=references)
-    words = {"zh": "zh", "ja": "char"}.get(_base_language(language), "13a")
+    words = {"zh": "zh", "ja": "char"}.get(base_language(language), "13a")
     values, signatures = {}, {}
     # force: texts that look tokenised to sacrebleu ("... .") are the caller's choice, not worth a warning.
     for name, metric in {"bleu": sacrebleu.BLEU(tokenize=words, force=True), "chrf": sacrebleu.CHRF()}.items():
@@ -70,7 +70,7 @@ def tokenised_bleu(hypotheses: Sequence[str], references: Sequence[str], languag
       ValueError: as `text_scores`.
     """
     hypotheses, references = _paired(hypotheses=hypotheses, references=references)
-    base = _base_language(language)
+    base = base_language(language)
     normalizer, tokenizer = MosesPunctNormalizer(lang=base), MosesTokenizer(lang=base)
 
     def tokenised(text: str) -> str:
@@ -107,7 +107,7 @@ def _paired(**texts: Sequence[str]) -> list[list[str]]:
     return [list(given) for given in texts.values()]
 
 
-def _base_language(language: str) -> str:
+def base_language(language: str) -> str:
     """ "zh" of "zh-Hans". A pair such as "en-de" is refused: its first part is the wrong language."""
     if not re.fullmatch(r"[a-z]{2,3}([-_][A-Z][A-Za-z]+)*", language):
         raise ValueError(f"language={language!r}: give the code of the hypotheses' language, such as 'de' or 'zh-Hans'")
@@ -198,7 +198,7 @@ def evaluate_decoding(
         raise ValueError(f"batch_size={batch_size}: must be at least 1")
     if isinstance(sources, str) or len(sources) != len(references) or not len(sources):
         raise ValueError(f"{len(sources)} sources, {len(references)} references: give lists, equally long, not empty")
-    _base_language(language)
+    base_language(language)
     prompts = encode_prompts(model, list(sources))
     hypotheses = [""] * len(prompts)
     tokens, calls, seconds = 0, 0, 0.0

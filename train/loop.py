@@ -5,11 +5,9 @@ from __future__ import annotations
 import contextlib
 import json
 import math
-import signal
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import jax
@@ -33,6 +31,7 @@ from train.optimizers import learning_rate
 from train.setup import (
     Data,
     base_model,
+    check_decoding,
     make_layout,
     make_objective,
     model_config,
@@ -40,6 +39,7 @@ from train.setup import (
     to_devices,
     workdir_tokenizer,
 )
+from train.signals import Interrupted, Signals
 from train.state import Layout, TrainState, make_evaluation, make_mesh, make_step
 
 CONFIG, RESULTS = "train_config.json", "results.json"
@@ -51,61 +51,30 @@ _FREE = (
 _FREE_DATA = ("prefetch", "data_dir")
 
 
-class Interrupted(Exception):
-    """A signal asked to stop; the state is saved.
-
-    Attributes:
-      number: of the signal.
-      step: the steps that are done and saved.
-    """
-
-    def __init__(self, number: int, step: int):
-        super().__init__(f"stopped by signal {number} after step {step}")
-        self.number, self.step = number, step
-
-
-class _Signals:
-    """Remembers the first SIGTERM or SIGINT until the step is done; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._receive)
-
-    def _receive(self, number: int, frame: FrameType | None) -> None:
-        self.received = number
-        for each in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(each, signal.SIG_DFL)
-
-    def stop_after(self, step: int) -> bool:
-        """Whether to stop now; all processes answer alike."""
-        if jax.process_count() > 1 and multihost_utils.reached_preemption_sync_point(step):
-            self.received = self.received or signal.SIGTERM
-        return self.received is not None and (jax.process_count() == 1 or self.received == signal.SIGTERM)
-
-
-def claim_workdir(workdir: Path, config: ConfigDict) -> None:
-    """Writes the resolved config into the folder, or compares it with the one that is there.
+def check_workdir(workdir: Path, config: ConfigDict) -> None:
+    """Compares the config with that of the run in the folder, if there is one.
 
     Raises:
       ValueError: the folder belongs to a run with another config; it names the differences.
     """
     file = workdir / CONFIG
-    resolved = json.loads(config.to_json())
-    if file.exists():
-        there = _flat(json.loads(file.read_text(encoding="utf-8")))
-        here = _flat(resolved)
-        different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
-        different = [name for name in different if not _is_free(name)]
-        if different:
-            listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
-            raise ValueError(
-                f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another "
-                "--workdir, or remove that folder"
-            )
-    if jax.process_index() == 0:
-        workdir.mkdir(parents=True, exist_ok=True)
-        write_atomically(file, (json.dumps(resolved, indent=2) + "\n").encode())
+    if not file.exists():
+        return
+    there, here = _flat(json.loads(file.read_text(encoding="utf-8"))), _flat(json.loads(config.to_json()))
+    different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
+    different = [name for name in different if not _is_free(name)]
+    if different:
+        listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
+        raise ValueError(
+            f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another "
+            "--workdir, or remove that folder"
+        )
+
+
+def claim_workdir(workdir: Path, config: ConfigDict) -> None:
+    """Writes the resolved config into the folder, which is the run's from then on."""
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_atomically(workdir / CONFIG, (json.dumps(json.loads(config.to_json()), indent=2) + "\n").encode())
 
 
 def _is_free(name: str) -> bool:
@@ -134,7 +103,7 @@ class Trainer:
 
     def __init__(self, config: ConfigDict, workdir: Path):
         self.config, self.workdir = config, workdir
-        claim_workdir(workdir, config)
+        check_workdir(workdir, config)
         mesh = make_mesh(config.mesh)
         base = base_model(config, mesh)
         kept = workdir_tokenizer(workdir)
@@ -142,11 +111,14 @@ class Trainer:
         shards = mesh.shape["data"] * mesh.shape["fsdp"]
         self.data: Data = open_data(config, tokenizer, shards * config.optimizer.accumulate)
         self.tokenizer = self.data.tokenizer
-        shape = model_config(config, self.tokenizer) if base is None else base.config
+        shape = model_config(config, self.tokenizer, base)
+        check_decoding(config, self.data, shape)
         self.layout: Layout = make_layout(config, shape, mesh)
         self.objective = make_objective(config, self.layout, self.tokenizer)
         self.decoder = make_decoder(config.evaluation.decoder, config.evaluation.get(config.evaluation.decoder, {}))
+        # Only what can be trained takes the folder: after a slip in the settings the next start must not be refused.
         if jax.process_index() == 0:
+            claim_workdir(workdir, config)
             write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
         self.checkpoints = Checkpoints(workdir, config.checkpoint.keep_last, config.checkpoint.keep_best)
         self.feed = Feed(self.data.plans["train"], jax.process_index(), jax.process_count(), config.data.prefetch)
@@ -155,7 +127,6 @@ class Trainer:
         self.evaluate_batch = make_evaluation(self.layout, config)
         self.rate = learning_rate(config.optimizer, config.total_steps)
         self.logs = Logs(workdir, self.first_step)
-        self.signals = _Signals()
         self.validated: tuple[int, float] | None = None  # the step and loss of the newest validation
 
     # --- the state, in memory and on disk
@@ -214,6 +185,8 @@ class Trainer:
             count += float(sums["nats_per_token"][1])
             hits += float(sums["accuracy"][0])
         loss = total / count
+        if not math.isfinite(loss):
+            raise self._diverged(f"step {step}: validation loss {loss}")
         values = {
             "validation_loss": loss,
             "validation_perplexity": perplexity(loss),
@@ -282,11 +255,12 @@ class Trainer:
             stack.callback(self.checkpoints.close)
             progress = Progress(self.config.total_steps, self.first_step)
             stack.callback(progress.close)
-            self._steps(progress)
+            with Signals() as signals:
+                self._steps(progress, signals)
             self.checkpoints.wait()
             return self._results()
 
-    def _steps(self, progress: Progress) -> None:
+    def _steps(self, progress: Progress, signals: Signals) -> None:
         config, pending = self.config, None
         for step, batch in self._batches():
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -299,7 +273,7 @@ class Trainer:
             validates = step % config.evaluation.every == 0 or step == config.total_steps
             saves = step % config.checkpoint.every == 0 or step == config.total_steps
             decodes = config.evaluation.decode_every and step % config.evaluation.decode_every == 0
-            stops = self.signals.stop_after(step)
+            stops = signals.stop_after(step)
             if not (validates or saves or decodes or stops):
                 continue
             self._settle(progress, *pending)
@@ -312,32 +286,36 @@ class Trainer:
                 self.save(step)
             if stops:
                 self.checkpoints.wait()
-                raise Interrupted(self.signals.received or signal.SIGTERM, step)
+                raise Interrupted(signals.received, step)
 
     def _batches(self) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Steps from 1 on with their batches; the profiler's window opens and closes around them."""
-        window, first = self.config.profile, self.config.profile.first_step
+        first = max(self.config.profile.first_step, self.first_step)
+        last = min(self.config.profile.first_step + self.config.profile.steps, self.config.total_steps)
         for step in range(self.first_step + 1, self.config.total_steps + 1):
-            if window.steps and step == first + 1:
+            if step == first + 1 <= last:
                 jax.profiler.start_trace(self.workdir / "profile")
             yield step, next(self.feed)
-            if window.steps and step == first + window.steps:
+            if first < step == last:
                 jax.profiler.stop_trace()
 
     def _settle(self, progress: Progress, step: int, metrics: dict[str, Array], examples: np.ndarray) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
         if not math.isfinite(values["loss"]) or not math.isfinite(values["gradient_norm"]):
-            steps = self.checkpoints.all_steps()
-            good = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
             listed = ", ".join(map(str, examples[examples >= 0][:8]))
-            raise RuntimeError(
+            raise self._diverged(
                 f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}; the batch holds the "
-                f"examples {listed}, ... of the training split; {good}; try a lower learning rate or a longer warmup"
+                f"examples {listed}, ... of the training split"
             )
         progress.update(step, int(values["tokens"]), values["loss"])
         if step % self.config.log_every == 0 or step == self.config.total_steps:
             values["learning_rate"] = float(self.rate(jnp.int32(step - 1)))
             self.logs.scalars(step, values)
+
+    def _diverged(self, what: str) -> RuntimeError:
+        steps = self.checkpoints.all_steps()
+        good = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
+        return RuntimeError(f"{what}; {good}; try a lower learning rate or a longer warmup")
 
     def _results(self) -> dict[str, float]:
         """The scores of the best checkpoint, written to results.json, and the plot of the losses."""
@@ -348,17 +326,17 @@ class Trainer:
         results: dict[str, float] = {"step": step}
         if losses:
             results |= {"validation_loss": losses[-1], "best_validation_loss": min(losses)}
-        if jax.process_count() > 1:
-            return results  # decoding a test set is for one machine, by the model that it loads from the workdir
-        model, begun = dj.load(self.workdir), time.monotonic()
-        if "source" in self.data.texts.fields:
-            for split in ("validation", "test"):
-                if split in self.data.texts.splits:
-                    results |= self.decode_split(step, model, split, None)
-        else:
-            self.continue_prompts(step, model)
-        results["decoding_seconds"] = time.monotonic() - begun
-        write_atomically(self.workdir / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
+        if jax.process_count() == 1:  # of several, one machine decodes later, by the model that it loads from here
+            model, begun = dj.load(self.workdir), time.monotonic()
+            if "source" in self.data.texts.fields:
+                for split in ("validation", "test"):
+                    if split in self.data.texts.splits:
+                        results |= self.decode_split(step, model, split, None)
+            else:
+                self.continue_prompts(step, model)
+            results["decoding_seconds"] = time.monotonic() - begun
+        if jax.process_index() == 0:
+            write_atomically(self.workdir / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
         return results
 
 

@@ -15,15 +15,17 @@ from ml_collections import ConfigDict
 import decoding_jax as dj
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cache_dir
-from decoding_jax.models.functional import transformer_spec
+from decoding_jax.models.functional import abstract_transformer, transformer_model, transformer_spec
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.models.transformer import TransformerConfig, View
+from decoding_jax.prepare import check_length, encode_prompt
 from decoding_jax.types import Model
 from train.command import say
 from train.data.batches import Plan, make_plan
 from train.data.examples import Examples, tokenise
 from train.data.texts import Texts, open_texts
 from train.data.tokenizers import make_tokenizer
+from train.evaluation import base_language
 from train.objectives import OBJECTIVES, Teacher
 from train.optimizers import make_optimizer
 from train.state import Layout
@@ -112,28 +114,56 @@ def _report(split: str, examples: Examples, settings: ConfigDict) -> None:
     say("; ".join([f"{split}: {len(examples):,} examples, {tokens:,} tokens", *notes]))
 
 
-def model_config(config: ConfigDict, tokenizer: Tokenizer | None) -> TransformerConfig:
-    """The shape of the model to train.
+def model_config(config: ConfigDict, tokenizer: Tokenizer | None, base: Model | None = None) -> TransformerConfig:
+    """The shape of the model to train: that of the model to go on from, or the one that the config describes.
 
     Raises:
       ValueError: the objective and the model do not fit, or the vocabulary is unknown or too small.
     """
-    fields = config.model.to_dict()
+    shape = TransformerConfig(**_described(config, tokenizer)) if base is None else base.config
     known = 0 if tokenizer is None else tokenizer.vocab_size
-    fields["vocab_size"] = fields["vocab_size"] or known
-    if fields["vocab_size"] < max(known, 1):
-        raise ValueError(f"model.vocab_size={fields['vocab_size']}: the tokenizer has {known} ids; 0 takes them over")
+    if shape.vocab_size < known:
+        name = "model.vocab_size" if base is None else f"init_from={config.init_from!r} with vocab_size"
+        raise ValueError(f"{name}={shape.vocab_size}: fewer than the {known} ids of the tokenizer")
+    if config.data.length > shape.max_length:
+        raise ValueError(f"data.length={config.data.length} is more than the model's max_length={shape.max_length}")
+    return shape
+
+
+def _described(config: ConfigDict, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    fields: dict[str, Any] = config.model.to_dict()
+    if not fields["vocab_size"]:
+        if tokenizer is None:
+            raise ValueError("model.vocab_size=0 stands for that of the tokenizer, and there is none yet; set it")
+        fields["vocab_size"] = tokenizer.vocab_size
     with_encoder = objective_of(config).encoder_decoder
     if with_encoder != (fields["encoder_layers"] > 0):
         wanted = "at least 1" if with_encoder else "0"
         raise ValueError(
             f"model.encoder_layers={fields['encoder_layers']}: objective={config.objective!r} needs {wanted}"
         )
-    if with_encoder:
-        fields["start_id"] = start_id_of(tokenizer)
-    if config.data.length > fields["max_length"]:
-        raise ValueError(f"data.length={config.data.length} is more than model.max_length={fields['max_length']}")
-    return TransformerConfig(**fields)
+    return fields | ({"start_id": start_id_of(tokenizer)} if with_encoder else {})
+
+
+def check_decoding(config: ConfigDict, data: Data, shape: TransformerConfig) -> None:
+    """ValueError where an evaluation by decoding would fail, which is noticed too late at the end of the training."""
+    settings, tokenizer = config.evaluation, data.tokenizer
+    _, params = abstract_transformer(shape)
+    model = transformer_model(shape, params, tokenizer=tokenizer, eos_ids=tuple(tokenizer.eos_ids))
+    if "source" not in data.texts.fields:
+        for i, prompt in enumerate(settings.prompts):
+            name = f"evaluation.prompts[{i}]"
+            check_length(model, encode_prompt(model, prompt, name), settings.max_new_tokens, name)
+        return
+    try:
+        base_language(settings.language)
+    except ValueError as error:
+        raise ValueError(f"evaluation.{error}") from None
+    check_length(model, [start_id_of(tokenizer)], settings.max_new_tokens, "the beginning of a target")
+    for split in ("validation", "test"):
+        for i, pair in enumerate(data.texts.splits.get(split, ())):
+            name = f"source {i} of the {split} split"
+            check_length(model, encode_prompt(model, pair["source"], name), 0, name)
 
 
 def start_id_of(tokenizer: Tokenizer | None) -> int:
@@ -201,7 +231,8 @@ def load_teacher(settings: ConfigDict, layout: Layout, tokenizer: Tokenizer | No
     if (model.encode is None) != (layout.config.encoder_layers == 0):
         raise ValueError(f"teacher.path={settings.path!r}: teacher and student must both have an encoder or both none")
     digests = [None if t is None else t.vocabulary_digest() for t in (model.tokenizer, tokenizer)]
-    if digests[0] != digests[1] or model.vocab_size != layout.config.vocab_size:
+    known = tokenizer is not None  # not where a step is only compiled
+    if (known and digests[0] != digests[1]) or model.vocab_size != layout.config.vocab_size:
         raise ValueError(
             f"teacher.path={settings.path!r} has another vocabulary than the student; give the student its tokenizer "
             "(data.tokenizer.kind=file, data.tokenizer.path=the teacher's folder)"
