@@ -137,19 +137,19 @@ def show(results: list[Result], pairs: list[dict[str, str]]) -> None:
             print(f"{result.label:16}  {result.report.hypotheses[number]}")
 
 
-def write_records(results: list[Result]) -> None:
+def write_records(file: str, name: str, results: list[Result]) -> None:
     """Writes the scores of every decoder, with the command that was given."""
-    script = Path(sys.argv[0]).name
-    command = shlex.join(["python", f"scripts/{script}", *sys.argv[1:]])
+    command = shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     for result in results:
         values = result.report.scores.values
-        target = _TARGET.value if result is results[-1] else None
-        scores = [("BLEU", values["bleu"], "of 100", None), ("chrF", values["chrf"], "of 100", None)]
-        scores.append(("exact match", values["exact_match"], "share of outputs", None))
+        scores = {"BLEU": values["bleu"], "chrF": values["chrf"]}
         if result.tokenised is not None:
-            scores.append(("tokenised BLEU", result.tokenised, "of 100", target))
-        for score, value, unit, wanted in scores:
-            record(_RECORD.value, f"{_NAME.value} {result.label} {score}", value, unit, wanted, "higher", command)
+            scores["tokenised BLEU"] = result.tokenised
+        for score, value in scores.items():
+            target = _TARGET.value if score == "tokenised BLEU" and result is results[-1] else None
+            record(file, f"{name} {result.label} {score}", value, "of 100", target, "higher", command)
+        share = values["exact_match"]
+        record(file, f"{name} {result.label} exact match", share, "share of outputs", None, "higher", command)
 
 
 def main() -> None:
@@ -162,8 +162,8 @@ def main() -> None:
     pairs = [split[i] for i in range(min(len(split), _EXAMPLES.value or len(split)))]
     results = evaluate(config, pairs)
     show(results, pairs)
-    if _RECORD.value:
-        write_records(results)
+    if _RECORD.value and _NAME.value:
+        write_records(_RECORD.value, _NAME.value, results)
         say(f"the results are in {_RECORD.value}")
 
 

@@ -210,10 +210,10 @@ BAD_FOR_TRANSLATORS = {
 def test_bad_line_for_an_encoder_decoder_is_reported(case: str, tmp_path: Path) -> None:
     """An encoder-decoder takes sources and says so; a source has the whole context, whatever the budget is."""
     line, reason = BAD_FOR_TRANSLATORS[case]
-    rest = [{"id": "first", "source": "a" * (CONTEXT - 1)}, {"id": "last", "tokens": [97] * CONTEXT}]
+    rest = [{"id": "first", "source": "a" * (CONTEXT - 1)}, {"id": "last", "tokens": [64] * CONTEXT}]
     source = write_lines(tmp_path / "in", [rest[0], line, rest[1]])
     rows, errors = read_rows(TRANSLATOR, [("in", source)], BUDGET)
-    assert [row.prompt.tolist() for row in rows] == [[97] * (CONTEXT - 1) + [3], [97] * CONTEXT]
+    assert [row.prompt.tolist() for row in rows] == [[64] * (CONTEXT - 1) + [3], [64] * CONTEXT]  # an "a", and the end
     assert [(e["line"], e["id"]) for e in errors] == [(2, "x")] and reason in errors[0]["reason"]
 
 

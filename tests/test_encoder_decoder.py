@@ -260,10 +260,18 @@ TOY_SOURCES = [[1, 2, 1, 2, 1], [3], [0, 4, 2, 1, 0, 3, 3], [2, 2]]
 
 
 def test_beams_of_a_mesh_look_at_their_own_sources() -> None:
-    """Law 5: on eight devices a search behind sources is the same as on one, padding rows included."""
+    """Law 5: on eight devices, one with a padding row alone, the model's law behind each source gives the scores."""
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-    call = functools.partial(dj.decode, TOY.with_eos(4), decoder=dj.Beam(num_beams=3), max_new_tokens=6)
-    assert zoo.outputs(call((TOY_SOURCES * 2)[:7], mesh=mesh)) == (zoo.outputs(call(TOY_SOURCES)) * 2)[:7]
+    sources = (TOY_SOURCES * 2)[:7]
+    out = dj.decode(TOY.with_eos(4), sources, dj.Beam(3, n_best=3), max_new_tokens=6, mesh=mesh)
+    best = out.candidates
+    assert best is not None and zoo.outputs(out)[:3] == zoo.outputs(out)[4:]
+    for row, source in enumerate(sources):
+        for n in range(3):
+            tokens = best.tokens[row, n, : best.lengths[row, n]].tolist()
+            want = zoo.log_prob(*TOY.row(source), tokens)
+            np.testing.assert_allclose(best.log_probs[row, n, : len(tokens)], want, atol=1e-5)
+            np.testing.assert_allclose(best.scores[row, n], want.mean(), atol=1e-5)
 
 
 def test_texts_are_sources_that_end_as_in_training() -> None:
@@ -278,19 +286,19 @@ def test_texts_are_sources_that_end_as_in_training() -> None:
 
 
 def test_streams_and_traces_tell_the_same_as_decode() -> None:
-    """Law 6: texts of chunks and steps behind sources add up to the output; a stop string is held back."""
-    arguments: dict[str, Any] = {"max_new_tokens": 12, "stop": dj.Stop(strings=["ca", "bb"])}
+    """Law 6: texts of chunks and steps behind sources add up to the output's."""
     model = TOY.with_eos(4)
-    out = dj.decode(model, TOY_SOURCES, trace=True, **arguments)
+    out = dj.decode(model, TOY_SOURCES, max_new_tokens=12, trace=True)
+    assert out.text == [b"".join(TOKENS_OF_BYTES[t] for t in row).decode() for row in zoo.outputs(out)]
     texts, tokens = [""] * 4, [[] for _ in range(4)]
-    for chunk in dj.stream(model, TOY_SOURCES, **arguments):
+    for chunk in dj.stream(model, TOY_SOURCES, max_new_tokens=12):
         texts[chunk.row] += chunk.text
         tokens[chunk.row] += chunk.tokens
-    assert texts == out.text and tokens == zoo.outputs(out) and "stop" in out.finish_reason
+    assert texts == out.text and tokens == zoo.outputs(out) and {"eos", "length"} == set(out.finish_reason)
     for row in range(4):
         steps = [step for step in out.trace or () if step.row == row]
         assert [token for step in steps for token in step.emitted] == tokens[row]
-        assert b"".join(TOKENS_OF_BYTES[t] for t in tokens[row]).decode() == "".join(step.text or "" for step in steps)
+        assert "".join(step.text or "" for step in steps) == texts[row]
     with pytest.raises(ValueError, match="Beam"):
         dj.stream(model, TOY_SOURCES, dj.Beam(num_beams=2))
 

@@ -111,7 +111,7 @@ def test_pairs_are_trained_and_decoded_on_eight_devices(
     assert "1 longer than 24 tokens and left out" in said
     assert {"validation_bleu", "test_bleu", "test_chrf", "test_exact_match", "test_tokens_per_call"} < results.keys()
     assert json.loads((home / "pairs" / "results.json").read_text(encoding="utf-8")) == results
-    assert list(logged(home / "pairs", "validation_bleu")) == [2, 4, 4]
+    assert list(logged(home / "pairs", "validation_bleu")) == [2, 4]
     samples = [json.loads(line) for line in (home / "pairs" / "samples.jsonl").read_text("utf-8").splitlines()]
     assert [sample["step"] for sample in samples] == [2, 2, 4, 4, 4, 4, 4, 4]
     assert samples[0]["source"].upper() == samples[0]["reference"]
@@ -174,7 +174,7 @@ def test_a_run_goes_on_on_other_devices(home: Path, whole: Path, monkeypatch: py
         use_mesh(monkeypatch, **sizes)
         train_until(Trainer(text_config(home, FULL), home / "moved"), stop)
     losses, wanted = logged(home / "moved", "loss"), logged(whole, "loss")
-    assert list(losses) == list(range(1, 24))
+    assert list(losses) == list(range(1, 23))
     np.testing.assert_allclose([losses[s] for s in losses], [wanted[s] for s in losses], rtol=1e-5)
 
 
@@ -252,7 +252,7 @@ def test_a_learning_rate_out_of_bounds_ends_the_run_before_it_saves(home: Path) 
         (text_config, {"evaluation.decoder": "magic"}, "magic"),
         (pairs_config, {"evaluation.language": ""}, "evaluation.language=''"),
         (pairs_config, {"evaluation.max_new_tokens": 64}, "together more than the model's context of 64"),
-        (pairs_config, {"model.max_length": 24, "data.length": 12}, r"source \d of the validation split has 2"),
+        (pairs_config, {"model.max_length": 23, "data.length": 23}, r"source \d+ of the validation split has 24"),
     ],
 )  # fmt: skip
 def test_what_cannot_be_trained_is_refused_at_once(
@@ -287,7 +287,8 @@ def test_init_from_starts_where_the_model_stands(home: Path, whole: Path, tmp_pa
     best = min(logged(whole, "validation_loss").values())
     assert trainer.validate(0)["validation_loss"] == pytest.approx(best, rel=1e-6)
     assert dj.load(tmp_path / "saved").config == trainer.layout.config
-    trainer.feed.close()
+    for part in (trainer.feed, trainer.logs, trainer.checkpoints):
+        part.close()
 
 
 def test_init_from_refuses_what_the_objective_cannot_train(home: Path, tmp_path: Path) -> None:
@@ -309,12 +310,12 @@ def test_a_student_learns_from_its_teacher(home: Path, whole: Path) -> None:
     train_until(trainer, 12)
     divergence, losses = logged(home / "student", "divergence"), logged(home / "student", "loss")
     assert divergence == pytest.approx(losses)
-    assert divergence[11] < divergence[1] / 2
+    assert divergence[10] < divergence[1] / 2
 
 
 def test_teachers_that_do_not_fit_are_refused(home: Path, whole: Path, tmp_path: Path) -> None:
     """Another vocabulary, or an encoder on one side only, cannot teach word by word; weights are checked."""
-    stranger = other_model(tmp_path / "stranger", "".join(sorted(set("".join(sentences(120))))) + "z")
+    stranger = other_model(tmp_path / "stranger", "".join(sorted(set("".join(sentences(60))))) + "z")
     for changes, message in (
         (
             {"teacher.path": str(stranger)},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,10 @@ _WORDS = ("see", "tree", "house", "in", "on", "the", "a", "and")
 
 
 def sentences(count: int, seed: int = 0) -> list[str]:
-    """Short texts of few characters; the same for the same seed."""
+    """Texts of 17 to 23 characters, which all go into one bucket; the same for the same seed."""
     random = np.random.default_rng(seed)
-    return [" ".join(random.choice(_WORDS, random.integers(2, 5))) for _ in range(count)]
+    texts = (" ".join(random.choice(_WORDS, 5)) for _ in itertools.count())
+    return list(itertools.islice((text for text in texts if 17 <= len(text) <= 23), count))
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 def text_config(home: Path, changes: dict[str, Any] | None = None) -> ConfigDict:
     """A language model of characters: one layer, 12 steps of 8 windows of 16 characters, checkpoints every 4."""
-    (home / "text.txt").write_text(" ".join(sentences(120)), encoding="utf-8")
+    (home / "text.txt").write_text(" ".join(sentences(60)), encoding="utf-8")
     config = _small(home)
     config.data.name = "plain_text"
     config.data.files.train = f"{home}/text.txt[:90%]"

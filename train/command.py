@@ -9,6 +9,7 @@ from pathlib import Path
 from absl import app, flags, logging
 
 FAILED, BAD_USAGE = 1, 2
+_QUOTES = "\"'"  # around what a KeyError misses
 
 
 def say(text: str) -> None:
@@ -35,7 +36,7 @@ def parse_flags(argv: Sequence[str]) -> Sequence[str]:
     except SystemExit:
         sys.exit(0)
     except (AttributeError, KeyError) as error:
-        say(f"--config has no such setting, or its file fails: {one_line(error)}")
+        say(f"--config has no such setting, or its file fails: {one_line(error).strip(_QUOTES)}")
     except Exception as error:  # a config file is a program and can fail in any way
         say(f"{one_line(error)}; --help shows what there is")
     sys.exit(BAD_USAGE)
@@ -48,8 +49,10 @@ def run(main: Callable[[], int | None]) -> None:
         logging.set_verbosity(logging.WARNING)  # absl's default would show JAX's search for accelerators
         try:
             return main()
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             say(str(error))
-            return BAD_USAGE
+        except OSError as error:  # ml_collections tells about a missing file on many lines
+            say(one_line(error))
+        return BAD_USAGE
 
     app.run(guarded, flags_parser=parse_flags)

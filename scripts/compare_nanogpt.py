@@ -1,0 +1,122 @@
+"""Compares training tiny Shakespeare by characters with nanoGPT: the same size, steps and machine, whole processes.
+
+    git clone https://github.com/karpathy/nanoGPT
+    python -m venv torch && torch/bin/pip install torch numpy requests
+    python scripts/compare_nanogpt.py --nanogpt=nanoGPT --python=torch/bin/python --data=input.txt
+
+nanoGPT runs with the setting that its README gives for a CPU, then configs/shakespeare_char_cpu.py runs, with nothing
+kept from earlier runs: its time holds reading the text, compiling, the validation over the whole part and the samples;
+nanoGPT's does not hold its data/shakespeare_char/prepare.py. Some minutes on two cores, with nothing else running.
+Results go to benchmarks/trainer.json.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+from records import record
+
+from train.command import run
+
+NANOGPT = flags.DEFINE_string("nanogpt", None, "A checkout of nanoGPT; it is copied, not changed.", required=True)
+DATA = flags.DEFINE_string("data", None, "The text: tiny Shakespeare's input.txt.", required=True)
+PYTHON = flags.DEFINE_string("python", sys.executable, "A Python that has torch, numpy and requests, for nanoGPT.")
+MAX_ITERS = flags.DEFINE_integer("max_iters", 2000, "Steps of both; fewer only to try this script.", lower_bound=20)
+RECORDS = flags.DEFINE_string("records", "benchmarks/trainer.json", 'Where the results go; "" writes none.')
+
+ROOT = Path(__file__).resolve().parent.parent
+# The README's command for a CPU; max_iters and lr_decay_iters are added.
+CPU_SETTING = (
+    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
+    "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"
+).split()
+
+
+def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:
+    """Prints and records one result."""
+    print(f"{name}: {value:.4g} {unit}" + (f" (target {target:g})" if target is not None else ""), flush=True)
+    if RECORDS.value:
+        command = "python scripts/compare_nanogpt.py --nanogpt=nanoGPT --python=torch/bin/python --data=input.txt"
+        command += f" --max_iters={MAX_ITERS.value}" if MAX_ITERS.value != 2000 else ""
+        record(ROOT / RECORDS.value, name, value, unit, target, better, command)
+
+
+def seconds(command: Sequence[str], folder: Path, log: Path, variables: Mapping[str, str] | None = None) -> float:
+    """Wall-clock time of a whole process, whose output goes to a file; ValueError with its last lines if it fails."""
+    with log.open("w", encoding="utf-8") as output:
+        begun = time.perf_counter()
+        done = subprocess.run(
+            command, cwd=folder, env=os.environ | (variables or {}), stdout=output, stderr=subprocess.STDOUT
+        )
+        took = time.perf_counter() - begun
+    if done.returncode:
+        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+        raise ValueError(f"{' '.join(command)} failed: {' '.join(lines[-3:])}")
+    return took
+
+
+def prepared_nanogpt(folder: Path, text: Path) -> Path:
+    """A copy of nanoGPT with the text in the form that its own script makes."""
+    source = Path(NANOGPT.value)
+    if not (source / "train.py").exists():
+        raise ValueError(f"--nanogpt={NANOGPT.value}: there is no train.py; give a checkout of nanoGPT")
+    copy = folder / "nanoGPT"
+    shutil.copytree(source, copy, ignore=shutil.ignore_patterns(".git", "*.bin", "*.pkl", "out*"))
+    shutil.copy(text, copy / "data" / "shakespeare_char" / "input.txt")
+    seconds([PYTHON.value, "data/shakespeare_char/prepare.py"], copy, folder / "prepare.log")
+    return copy
+
+
+def run_nanogpt(folder: Path, text: Path) -> tuple[float, float]:
+    """Seconds of nanoGPT's training, and its last estimate of the validation loss."""
+    copy, log = prepared_nanogpt(folder, text), folder / "nanogpt.log"
+    steps = [f"--max_iters={MAX_ITERS.value}", f"--lr_decay_iters={MAX_ITERS.value}"]
+    took = seconds([PYTHON.value, "train.py", *CPU_SETTING, *steps], copy, log)
+    losses = re.findall(r"^step \d+: train loss .*, val loss ([\d.]+)", log.read_text(encoding="utf-8"), re.MULTILINE)
+    return took, float(losses[-1])
+
+
+def run_ours(folder: Path, text: Path) -> tuple[float, dict[str, float]]:
+    """Seconds of our training, with empty caches, and its results."""
+    workdir = folder / "workdir"
+    command = [sys.executable, "-m", "train", f"--config=configs/shakespeare_char_cpu.py:{text}"]
+    command += [f"--workdir={workdir}", "--config.compilation_cache="]
+    if MAX_ITERS.value != 2000:
+        command += [
+            f"--config.total_steps={MAX_ITERS.value}",
+            f"--config.optimizer.warmup_steps={MAX_ITERS.value // 20}",
+        ]
+    caches = {"DECODING_JAX_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu"}
+    took = seconds(command, ROOT, folder / "ours.log", caches)
+    return took, json.loads((workdir / "results.json").read_text(encoding="utf-8"))
+
+
+def main() -> None:
+    """Runs both, nanoGPT first."""
+    text = Path(DATA.value).resolve()
+    if not text.is_file():
+        raise ValueError(f"--data={DATA.value}: there is no such file; give tiny Shakespeare's input.txt")
+    with tempfile.TemporaryDirectory() as name:
+        theirs, their_loss = run_nanogpt(Path(name), text)
+        print(f"nanoGPT: {theirs:.1f} s, validation loss {their_loss:.4f} over 20 random batches", flush=True)
+        ours, results = run_ours(Path(name), text)
+    save("shakespeare_validation_loss", results["validation_loss"], "nats per character", 1.88)
+    save("shakespeare_validation_loss_nanogpt", their_loss, "nats per character, over 20 batches")
+    save("shakespeare_seconds", ours, "s")
+    save("shakespeare_seconds_nanogpt", theirs, "s")
+    save("shakespeare_speedup_vs_nanogpt", theirs / ours, "ratio of seconds", 1.0, "higher")
+
+
+if __name__ == "__main__":
+    run(main)
