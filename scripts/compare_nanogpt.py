@@ -37,10 +37,19 @@ RECORDS = flags.DEFINE_string("records", "benchmarks/trainer.json", 'Where the r
 
 ROOT = Path(__file__).resolve().parent.parent
 # The README's command for a CPU; max_iters and lr_decay_iters are added.
-CPU_SETTING = (
-    "config/train_shakespeare_char.py --device=cpu --compile=False --eval_iters=20 --log_interval=1 --block_size=64 "
-    "--batch_size=12 --n_layer=4 --n_head=4 --n_embd=128 --dropout=0.0"
-).split()
+CPU_SETTING = [
+    "config/train_shakespeare_char.py",
+    "--device=cpu",
+    "--compile=False",
+    "--eval_iters=20",
+    "--log_interval=1",
+    "--block_size=64",
+    "--batch_size=12",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--dropout=0.0",
+]
 
 
 def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:

@@ -122,18 +122,18 @@ def teacher_forced(spec: ModelSpec, params: Any, sources: Any, lengths: Any, tok
     """Logits f32[B, T, V] of whole outputs behind sources, without a cache of slots."""
     assert spec.encode is not None
     memory = spec.encode(params, sources, lengths)
-    inputs = whole(tokens)
-    return spec.readout(params, spec.apply(params, inputs, Cache(slots=(), rows=memory)).hidden)
+    return spec.readout(params, spec.apply(params, whole(tokens), Cache(slots=(), rows=memory)).hidden)
 
 
-def whole(tokens: Any, key: Any = None) -> Inputs:
+def whole(tokens: Any) -> Inputs:
+    """All of an output i32[B, T] in one call that keeps nothing."""
     batch, size = tokens.shape
     causal = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))
-    return Inputs(tokens, jnp.broadcast_to(jnp.arange(size), (batch, size)), causal, dropout_key=key)
+    return Inputs(tokens, jnp.broadcast_to(jnp.arange(size), (batch, size)), causal)
 
 
 def padded(rows: Sequence[Sequence[int]], rubbish: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """Rows as i32[B, M], filled up with random ids where `rubbish` seeds them, and their lengths."""
+    """Rows as i32[B, M], filled up with random ids that `rubbish` seeds, and their lengths."""
     lengths = np.array([len(row) for row in rows], np.int32)
     tokens = np.random.default_rng(rubbish).integers(0, 64, size=(len(rows), lengths.max())).astype(np.int32)
     for filled, row in zip(tokens, rows, strict=True):
@@ -287,7 +287,7 @@ def test_texts_are_sources_that_end_as_in_training() -> None:
 
 def test_streams_and_traces_tell_the_same_as_decode() -> None:
     """Law 6: texts of chunks and steps behind sources add up to the output's."""
-    model = TOY.with_eos(4)
+    model = TOY.with_eos(3)
     out = dj.decode(model, TOY_SOURCES, max_new_tokens=12, trace=True)
     assert out.text == [b"".join(TOKENS_OF_BYTES[t] for t in row).decode() for row in zoo.outputs(out)]
     texts, tokens = [""] * 4, [[] for _ in range(4)]

@@ -20,6 +20,7 @@ from tiny_runs import home, logged, make_small_mesh, pairs_config, text_config, 
 
 import train.__main__ as command
 import train.loop
+from decoding_jax.checkpoints.workdir import finished_steps
 from train.command import run
 from train.compile_only import report_memory
 from train.loop import Trainer
@@ -49,9 +50,9 @@ def start(*arguments: str, devices: int = 1) -> subprocess.Popen[str]:
 
 
 def wait_for_step(process: subprocess.Popen[str], workdir: Path, step: int) -> None:
-    """Returns once the run has logged a step."""
+    """Returns once the run has logged a step and finished a checkpoint before it."""
     until = time.monotonic() + 300
-    while not (workdir / "metrics.jsonl").exists() or max(logged(workdir, "loss"), default=0) < step:
+    while not finished_steps(workdir / "checkpoints") or max(logged(workdir, "loss")) < step:
         assert process.poll() is None and time.monotonic() < until, process.communicate()
         time.sleep(0.02)
 

@@ -114,26 +114,25 @@ def run_stoppable(work: Callable[[Signals], int], folder: Path) -> int:
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """A bar on a terminal, a line now and then elsewhere. Rates and the time left leave compiling out."""
 
     def __init__(self, total: int, signals: Signals) -> None:
         self._total, self._signals = total, signals
-        self._begun = self._shown = time.monotonic()
+        self._shown = time.monotonic()
         self._bar = tqdm.tqdm(total=total, unit="row", smoothing=0, disable=not sys.stderr.isatty())
 
     def __call__(self, tally: Tally) -> None:
         self._signals.check()
         done = tally.kept_rows + tally.rows
-        speed = f"{tally.tokens / tally.seconds:.1f} tokens/s" if tally.seconds else "starting"
         if not self._bar.disable:
             self._bar.initial = tally.kept_rows  # rows of an earlier run say nothing about the time left
             self._bar.n = done
-            self._bar.set_postfix_str(speed)
-        elif done < self._total and time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
+            self._bar.set_postfix_str(f"{tally.tokens / tally.seconds:.1f} tokens/s" if tally.seconds else "starting")
+        elif tally.rows and done < self._total and time.monotonic() - self._shown >= _SECONDS_BETWEEN_LINES:
             self._shown = time.monotonic()
-            rate = max(tally.rows, 1) / (self._shown - self._begun)
-            left = (self._total - done) / rate
-            say(f"{done} of {self._total} rows, {rate:.3g} rows/s, {speed}, about {left:.0f} s left")
+            rate = tally.rows / tally.seconds
+            speed = f"{rate:.3g} rows/s, {tally.tokens / tally.seconds:.1f} tokens/s"
+            say(f"{done} of {self._total} rows, {speed}, about {(self._total - done) / rate:.0f} s left")
 
     def close(self) -> None:
         self._bar.close()
