@@ -1,6 +1,6 @@
 r"""Llama 3 in the sizes 1B and 8B on plain text, for 8 devices: to see that a step fits before renting them.
 
-    JAX_NUM_CPU_DEVICES=8 python -m train --config=configs/llama.py:8b --compile_only
+JAX_NUM_CPU_DEVICES=8 python -m train --config=configs/llama.py:8b --compile_only
 """
 
 from __future__ import annotations

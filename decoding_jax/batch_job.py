@@ -28,7 +28,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from decoding_jax.api import decode
-from decoding_jax.checkpoints.cache_files import sha256_of_file
+from decoding_jax.checkpoints.cache_files import scratch_file, sha256_of_file, write_atomically
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import Decoder
 from decoding_jax.prepare import bucket, check_length, encode_prompt, prepare
@@ -256,24 +256,6 @@ def describe_job(files: Sequence[tuple[str, Path]], job: Job, model_name: str, d
 # --- The output folder
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    """Writes a file that is there whole or not at all, whenever the process dies."""
-    scratch = _scratch(path)
-    try:
-        with scratch.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(scratch, path)
-    finally:
-        scratch.unlink(missing_ok=True)
-
-
-def _scratch(path: Path) -> Path:
-    # In the same folder, so that the rename stays within one file system.
-    return path.with_name(f".{path.name}.tmp")
-
-
 def open_folder(folder: Path) -> int:
     """Makes a folder, locks it, and clears away what a killed run was writing.
 
@@ -298,14 +280,14 @@ def open_folder(folder: Path) -> int:
     except OSError:
         pass  # some network file systems have no locks
     for name in (PARTS, PLAN, ERRORS, SUMMARY, STDIN):
-        for leftover in folder.glob(_scratch(Path(name)).name):
+        for leftover in folder.glob(scratch_file(Path(name)).name):
             leftover.unlink(missing_ok=True)
     return descriptor
 
 
 def spool(stream: BinaryIO, folder: Path) -> Path:
     """Standard input as a file in the folder, so that it can be read twice; `keep_spooled` names it."""
-    path = _scratch(folder / STDIN)
+    path = scratch_file(folder / STDIN)
     with path.open("wb") as file:
         while block := stream.read(1 << 20):
             file.write(block)

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import json
 import os
 import random
 import re
@@ -36,6 +35,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from records import record
+from training_runs import finish, logged, losses, start, stop_at, tiny, train_to
 
 from train.command import run
 from train.loop import Trainer
@@ -153,73 +153,9 @@ def measure_overhead() -> None:
 # --- Runs in processes of their own
 
 
-def tiny(total_steps: int) -> dict[str, Any]:
-    """Settings over configs/ui_phrases.py: steps of milliseconds whose rows 8 devices can share, with dropout."""
-    return {
-        "total_steps": total_steps,
-        "data.files.validation": "validation[:32]",
-        "data.files.test": "",
-        "data.tokenizer.kind": "characters",
-        "data.length": 32,
-        "data.tokens_per_batch": 768,  # 96, 48, 32 and 24 rows of 8, 16, 24 and 32 tokens
-        "model.num_layers": 1,
-        "model.encoder_layers": 1,
-        "model.width": 32,
-        "model.mlp_width": 64,
-        "model.num_heads": 2,
-        "model.num_kv_heads": 2,
-        "model.head_size": 16,
-        "optimizer.warmup_steps": 5,
-        "log_every": 1,
-        "checkpoint.every": 10,
-        "evaluation.every": 25,
-        "evaluation.max_new_tokens": 4,
-    }
-
-
-def start(workdir: Path, settings: Mapping[str, Any], *arguments: str, devices: int = 1) -> subprocess.Popen[bytes]:
-    """A run as users start it; what it says is appended to a file beside the workdir."""
-    command = [sys.executable, "-m", "train", "--config=configs/ui_phrases.py:en-de", f"--workdir={workdir}"]
-    command += [f"--config.{name}={value}" for name, value in settings.items()]
-    command += [f"--config.compilation_cache={workdir.parent / 'compiled'}", *arguments]
-    variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
-    with workdir.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
-
-
-def logged(workdir: Path) -> dict[int, str]:
-    """The whole lines of metrics.jsonl that training steps wrote, by step."""
-    file = workdir / "metrics.jsonl"
-    lines = file.read_text(encoding="utf-8").splitlines(keepends=True) if file.exists() else []
-    whole = [line for line in lines if line.endswith("\n") and '"loss":' in line]
-    return {json.loads(line)["step"]: line for line in whole}
-
-
-def losses(workdir: Path) -> dict[int, float]:
-    """The training losses by step."""
-    return {step: json.loads(line)["loss"] for step, line in logged(workdir).items()}
-
-
-def wait_for_step(process: subprocess.Popen[bytes], workdir: Path, step: int) -> None:
-    """Returns when a step is in the log; ValueError if the process ended before."""
-    while step not in logged(workdir):
-        if process.poll() is not None:
-            tail = workdir.with_suffix(".log").read_text(encoding="utf-8").splitlines()[-3:]
-            raise ValueError(f"the run in {workdir} ended with code {process.returncode}: {' '.join(tail)}")
-        time.sleep(0.002)
-
-
-def train_to(workdir: Path, settings: Mapping[str, Any], step: int, *arguments: str, devices: int = 1) -> None:
-    """Trains until a step is in the log, then kills the process."""
-    process = start(workdir, settings, *arguments, devices=devices)
-    wait_for_step(process, workdir, step)
-    process.kill()
-    process.wait()
-
-
 def measure_resume() -> None:
     """Losses of killed and stopped runs against an uninterrupted one's, and after going on on 1, 2 and 8 devices."""
-    total, moments = 120, random.Random(SEED.value)
+    total, moments = 200, random.Random(SEED.value)
     settings = tiny(total)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -227,7 +163,7 @@ def measure_resume() -> None:
         wanted = logged(folder / "whole")
         for number in (signal.SIGKILL, signal.SIGTERM):
             workdir = folder / number.name
-            steps = sorted(moments.sample(range(2, total - 20), KILLS.value))
+            steps = sorted(moments.sample(range(2, total // 2), KILLS.value))
             for step in steps:
                 stop_at(workdir, settings, step, number, moments.uniform(0, 0.05))
             if number == signal.SIGTERM:
@@ -237,26 +173,6 @@ def measure_resume() -> None:
             unit = f"{number.name}s, losses of {total} steps to the last digit"
             save(f"same_losses_after_{number.name.lower()}", KILLS.value if same else 0, unit, KILLS.value, "higher")
         measure_moves(folder, settings, losses(folder / "whole"))
-
-
-def finish(workdir: Path, settings: Mapping[str, Any]) -> None:
-    """Trains to the end; ValueError if the process fails."""
-    process = start(workdir, settings)
-    wait_for_step(process, workdir, settings["total_steps"])
-    if process.wait():
-        raise ValueError(f"the run in {workdir} ended with code {process.returncode}")
-
-
-def stop_at(workdir: Path, settings: Mapping[str, Any], step: int, number: signal.Signals, delay: float) -> None:
-    """Sends a signal some moments after a step; ValueError if the process ends in another way than it should."""
-    process = start(workdir, settings)
-    wait_for_step(process, workdir, step)
-    time.sleep(delay)
-    process.send_signal(number)
-    code, last = process.wait(), max(logged(workdir))
-    print(f"{number.name} after step {last}, exit code {code}", flush=True)
-    if code != (0 if number == signal.SIGTERM else -number) or last >= settings["total_steps"]:
-        raise ValueError(f"{number.name} after step {last} of {workdir} gave exit code {code}")
 
 
 def measure_moves(folder: Path, settings: Mapping[str, Any], wanted: Mapping[int, float]) -> None:
@@ -299,7 +215,7 @@ def measure_devices() -> None:
     """Loss and gradients of one batch on meshes of eight devices, against one device."""
     config = config_of("ui_phrases", "en-de")
     config.update_from_flattened_dict(tiny(100) | {"model.num_heads": 4, "model.num_kv_heads": 4})
-    data = open_data(config, None, 8)
+    data = open_data(config, None)
     batch, shape = data.plans["train"].batch(0), model_config(config, data.tokenizer)
     params: dict[str, Any] = {}
     wanted: tuple[float, dict[str, Any]] | None = None

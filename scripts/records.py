@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from decoding_jax.batch_job import write_atomically
+from decoding_jax.checkpoints.cache_files import write_atomically
 
 
 def machine() -> dict[str, Any]:

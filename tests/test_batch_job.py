@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers
 import decoding_jax as dj
 from decoding_jax import batch_job
 from decoding_jax.batch_job import Batch, Job, Tally, plan_parts, read_rows
-from decoding_jax.checkpoints import Tokenizer
+from decoding_jax.checkpoints import Tokenizer, cache_files
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.registry import make_decoder
 
@@ -412,14 +412,14 @@ def test_kill_before_anything_is_complete(whole: tuple[Path, dict[str, bytes]], 
 def test_failed_write_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk or a failed rename neither harms what is there nor leaves scratch files."""
     path = tmp_path / "file"
-    batch_job.write_atomically(path, b"old")
+    cache_files.write_atomically(path, b"old")
 
     def fail(*paths: Any) -> None:
         raise OSError("disk full")
 
     monkeypatch.setattr(os, "replace", fail)
     with pytest.raises(OSError, match="disk full"):
-        batch_job.write_atomically(path, b"new")
+        cache_files.write_atomically(path, b"new")
     assert contents(tmp_path) == {"file": b"old"}
 
 

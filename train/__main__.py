@@ -1,7 +1,7 @@
 """Trains a model for the decoders of decoding_jax.
 
     python -m train --config=configs/shakespeare_char_cpu.py
-    python -m train --config=configs/ui_phrases.py:en-de --workdir=workdirs/first --config.total_steps=200
+    python -m train --config=configs/ui_phrases.py:en-de --workdir=workdirs/first --config.total_steps=400
     python -m train --config=configs/llama.py:8b --compile_only
 
 The run goes on from its newest checkpoint when the same command is given again, also after being killed. The folder is
@@ -89,8 +89,9 @@ def keep_freed_memory() -> None:
 def main() -> int:
     """Trains, or only compiles."""
     config = _CONFIG.value
-    keep_freed_memory()
     join_processes()
+    if jax.default_backend() == "cpu":
+        keep_freed_memory()
     # After joining: importing Orbax or Grain may look for devices.
     from train.compile_only import report_memory
     from train.loop import Interrupted, Trainer

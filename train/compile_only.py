@@ -25,8 +25,13 @@ def report_memory(config: ConfigDict) -> str:
     Raises:
       ValueError: a setting does not fit.
     """
+    if config.init_from:
+        raise ValueError(
+            f"init_from={config.init_from!r}: there is nothing to load here; describe its shape in model.*"
+        )
     mesh = make_mesh(config.mesh)
     layout = make_layout(config, model_config(config, None), mesh)
+    check_rows(config, mesh)
     rows = _rows(config, layout.row_shards * config.optimizer.accumulate)
     shapes = objective_of(config).abstract_batch(rows, config.data.length)
     batch = {
@@ -51,7 +56,6 @@ def _rows(config: ConfigDict, parts: int) -> int:
     """The rows of a batch; of buckets, those of the longest."""
     if config.data.batching == "bucketed":
         return max(config.data.tokens_per_batch // config.data.length // parts, 1) * parts
-    check_rows(config.data.rows_per_batch, parts)
     return int(config.data.rows_per_batch)
 
 

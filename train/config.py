@@ -6,7 +6,7 @@ from ml_collections import ConfigDict
 
 
 def default_config() -> ConfigDict:
-    """Every setting there is; what has no sensible default must be set by the config file."""
+    """All settings; what has no sensible default must be set by the config file."""
     config = ConfigDict()
     config.objective = "causal_lm"  # one of train.objectives.OBJECTIVES
     config.seed = 0  # of the initial params, the order of the data, dropout
@@ -28,9 +28,11 @@ def default_config() -> ConfigDict:
     config.data.overlong = "drop"
     config.data.rows_per_batch = 16
     config.data.tokens_per_batch = 4096
+    config.data.rows_multiple = 8  # rows of a batch are a multiple of it; the parts of the mesh must divide it
     config.data.prefetch = 4
 
-    # The fields of TransformerConfig. A vocab_size of 0 is the tokenizer's; encoder-decoders start behind its <bos>.
+    # Fields of TransformerConfig; a config file may add others of them. A vocab_size of 0 is the tokenizer's;
+    # encoder-decoders start behind its <bos>.
     config.model = ConfigDict()
     config.model.vocab_size = 0
     config.model.num_layers = 4
@@ -72,8 +74,8 @@ def default_config() -> ConfigDict:
     config.checkpoint = ConfigDict({"every": 500, "keep_last": 2, "keep_best": 1})
 
     config.evaluation = ConfigDict()
-    config.evaluation.every = 500  # steps between two losses on the validation split
-    config.evaluation.decode_every = 0  # steps between two decodings of it; 0: only the test split at the end
+    config.evaluation.every = 500  # steps between two losses on the validation split; checkpoints bring one too
+    config.evaluation.decode_every = 0  # steps between two decodings of it; 0: only at the end, with the test split
     config.evaluation.examples = 200  # how many are decoded before the end
     config.evaluation.samples = 5  # how many go into the log
     config.evaluation.decoder = "autoregressive"  # one of decoding_jax.registry.DECODERS; its settings as in decode
@@ -84,6 +86,7 @@ def default_config() -> ConfigDict:
     config.evaluation.batch_size = 32
     config.evaluation.language = ""  # of the targets, such as "de"
     config.evaluation.prompts = ()  # of a language model's samples
+    config.evaluation.temperature = 0.8  # of these; beam search takes 0
 
     # What train.distill does with a teacher; the settings of decoders and sampling are those of decode.
     config.distillation = ConfigDict()

@@ -19,6 +19,7 @@ from ml_collections import ConfigDict
 
 from decoding_jax import batch_job
 from decoding_jax.batch_job import Batch, Job, Row, Tally
+from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.types import Model
 from train.data.texts import DISTILLED, Split
@@ -122,7 +123,7 @@ def perform(work: Distillation, on_batch: Callable[[Tally], None] = lambda tally
     tally = batch_job.run_job(work.model, work.job, work.rows, work.parts, work.folder, on_batch)
     lines, left_out = _pairs(work)
     if lines:
-        batch_job.write_atomically(file, "".join(lines).encode())
+        write_atomically(file, "".join(lines).encode())
     return tally, {"pairs": len(lines)} | work.left_out | left_out
 
 

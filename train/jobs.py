@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 import decoding_jax as dj
 from decoding_jax import batch_job
 from decoding_jax.batch_job import Job, Tally
+from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.registry import from_settings, make_decoder
 from train.command import FAILED, one_line, say
 
@@ -160,7 +161,7 @@ def write_summary(folder: Path, job: Job, tally: Tally, more: dict[str, Any], be
         **_surroundings(),
     }
     text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-    batch_job.write_atomically(folder / batch_job.SUMMARY, text.encode())
+    write_atomically(folder / batch_job.SUMMARY, text.encode())
     speed, per_call = numbers["tokens_per_second"], numbers["tokens_per_model_call"]
     say(
         f"{numbers['rows']} rows, {numbers['new_tokens']} new tokens in {folder}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import time
@@ -17,9 +18,10 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 import decoding_jax as dj
-from decoding_jax.batch_job import write_atomically
-from decoding_jax.checkpoints.orbax import by_path, write_model_files
+from decoding_jax.checkpoints.cache_files import write_atomically
+from decoding_jax.checkpoints.orbax import by_path, is_complete, write_model_files
 from decoding_jax.models.functional import transformer_model
+from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.registry import make_decoder
 from decoding_jax.types import Array, Model
 from train.checkpoints import Checkpoints
@@ -32,6 +34,7 @@ from train.setup import (
     Data,
     base_model,
     check_decoding,
+    check_rows,
     make_layout,
     make_objective,
     model_config,
@@ -44,10 +47,7 @@ from train.state import Layout, TrainState, make_evaluation, make_mesh, make_ste
 
 CONFIG, RESULTS = "train_config.json", "results.json"
 # What may change between two starts of one run: none of it changes what is learnt.
-_FREE = (
-    *("log_every", "checkpoint", "evaluation", "distillation", "profile", "compilation_cache", "mesh"),
-    "teacher.path",
-)
+_FREE = ("log_every", "checkpoint", "evaluation", "distillation", "profile", "compilation_cache", "mesh", "remat")
 _FREE_DATA = ("prefetch", "data_dir")
 
 
@@ -108,20 +108,23 @@ class Trainer:
         base = base_model(config, mesh)
         kept = workdir_tokenizer(workdir)
         tokenizer = kept or (None if base is None else base.tokenizer)
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        self.data: Data = open_data(config, tokenizer, shards * config.optimizer.accumulate)
+        check_rows(config, mesh)
+        self.data: Data = open_data(config, tokenizer)
         self.tokenizer = self.data.tokenizer
         shape = model_config(config, self.tokenizer, base)
         check_decoding(config, self.data, shape)
         self.layout: Layout = make_layout(config, shape, mesh)
         self.objective = make_objective(config, self.layout, self.tokenizer)
+        # Nothing of a teacher is read when evaluating.
+        self.untaught = dataclasses.replace(self.objective, teacher=None) if config.teacher.path else self.objective
         self.decoder = make_decoder(config.evaluation.decoder, config.evaluation.get(config.evaluation.decoder, {}))
         # Only what can be trained takes the folder: after a slip in the settings the next start must not be refused.
         if jax.process_index() == 0:
             claim_workdir(workdir, config)
-            write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
+            if not is_complete(workdir):
+                write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
         self.checkpoints = Checkpoints(workdir, config.checkpoint.keep_last, config.checkpoint.keep_best)
-        self.feed = Feed(self.data.plans["train"], jax.process_index(), jax.process_count(), config.data.prefetch)
+        self.feed = Feed(self.data.plans["train"], *self.layout.share, config.data.prefetch)
         self.first_step, self.state = self._restore_or_start(base)
         self.train_step = make_step(self.layout, config)
         self.evaluate_batch = make_evaluation(self.layout, config)
@@ -136,6 +139,11 @@ class Trainer:
         found = self.checkpoints.restore(self.layout.as_tree(abstract.decoding), _rest(abstract))
         if found is not None:
             say(f"going on from step {found.step} in {self.workdir}")
+            if found.extra["texts"] != self.data.texts.digest:
+                raise ValueError(
+                    f"data.name={self.config.data.name!r}: the texts have changed since step {found.step} of the run "
+                    f"in {self.workdir}; restore them, or choose another --workdir"
+                )
             self.feed.set_state(found.extra["feed"])
             params, _ = by_path(found.model)
             rest = found.state
@@ -156,7 +164,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Starts to save the state after a step; the step after it may begin at once."""
         metric = self.validated[1] if self.validated is not None and self.validated[0] == step else None
-        extra = {"feed": self.feed.get_state()}
+        extra = {"feed": self.feed.get_state(), "texts": self.data.texts.digest}
         self.checkpoints.save(step, self.layout.as_tree(self.state.decoding), _rest(self.state), extra, metric)
 
     def model(self) -> Model:
@@ -179,8 +187,8 @@ class Trainer:
         params = self.state.decoding
         total, count, hits = 0.0, 0.0, 0.0
         for index in range(plan.batches_per_epoch):
-            rows = rows_of_process(plan.batch(index), jax.process_index(), jax.process_count())
-            sums = jax.device_get(self.evaluate_batch(params, to_devices(rows, self.layout), self.objective))
+            rows = rows_of_process(plan.batch(index), *self.layout.share)
+            sums = jax.device_get(self.evaluate_batch(params, to_devices(rows, self.layout), self.untaught))
             total += float(sums["nats_per_token"][0])
             count += float(sums["nats_per_token"][1])
             hits += float(sums["accuracy"][0])
@@ -197,8 +205,10 @@ class Trainer:
         self.logs.scalars(step, values)
         return values
 
-    def decode_split(self, step: int, model: Model, split: str, count: int | None) -> dict[str, float]:
-        """Decodes the first `count` pairs of a split, all if None; scores and samples go to the log."""
+    def decode_split(
+        self, model: Model, split: str, count: int | None
+    ) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Decodes the first `count` pairs of a split, all if None: scores, and samples."""
         settings = self.config.evaluation
         pairs = self.data.texts.splits[split]
         chosen = [pairs[i] for i in range(len(pairs) if count is None else min(count, len(pairs)))]
@@ -215,29 +225,31 @@ class Trainer:
         )
         values = {f"{split}_{name}": value for name, value in report.scores.values.items()}
         values[f"{split}_tokens_per_call"] = report.tokens_per_call
-        self.logs.scalars(step, values)
         sources, references = ([pair[field] for pair in chosen] for field in ("source", "target"))
-        self.logs.samples(step, samples_of(sources, report.hypotheses, references, settings.samples))
-        return values
+        samples = samples_of(sources, report.hypotheses, references, settings.samples)
+        return values, [{"split": split} | sample for sample in samples]
 
-    def continue_prompts(self, step: int, model: Model) -> None:
-        """Samples of a language model go to the log."""
+    def continue_prompts(self, step: int, model: Model) -> list[dict[str, Any]]:
+        """Samples of a language model."""
         settings = self.config.evaluation
-        if settings.prompts:
-            sampling = dj.Sampling(temperature=0.8)
-            prompts = list(settings.prompts)
-            out = dj.decode(model, prompts, max_new_tokens=settings.max_new_tokens, sampling=sampling, seed=step)
-            texts = zip(prompts, out.text or [], strict=True)
-            self.logs.samples(step, [{"prompt": prompt, "continuation": text} for prompt, text in texts])
+        if not settings.prompts:
+            return []
+        sampling, prompts = dj.Sampling(temperature=settings.temperature), list(settings.prompts)
+        out = dj.decode(
+            model, prompts, self.decoder, max_new_tokens=settings.max_new_tokens, sampling=sampling, seed=step
+        )
+        return [{"prompt": prompt, "continuation": text} for prompt, text in zip(prompts, out.text or [], strict=True)]
 
     def decode_now(self, step: int) -> None:
-        """The evaluation by decoding that goes on while training does."""
+        """The evaluation by decoding that goes on while training does; scores and samples go to the log."""
         model = self.model()
         if "source" in self.data.texts.fields:
             split = "validation" if "validation" in self.data.texts.splits else "train"
-            self.decode_split(step, model, split, self.config.evaluation.examples)
+            values, samples = self.decode_split(model, split, self.config.evaluation.examples)
+            self.logs.scalars(step, values)
         else:
-            self.continue_prompts(step, model)
+            samples = self.continue_prompts(step, model)
+        self.logs.samples(step, samples)
 
     # --- the loop
 
@@ -270,8 +282,8 @@ class Trainer:
             if pending is not None:
                 self._settle(progress, *pending)
             pending = step, metrics, batch["examples"]
-            validates = step % config.evaluation.every == 0 or step == config.total_steps
             saves = step % config.checkpoint.every == 0 or step == config.total_steps
+            validates = step % config.evaluation.every == 0 or saves  # the best checkpoint is chosen by it
             decodes = config.evaluation.decode_every and step % config.evaluation.decode_every == 0
             stops = signals.stop_after(step)
             if not (validates or saves or decodes or stops):
@@ -318,25 +330,32 @@ class Trainer:
         return RuntimeError(f"{what}; {good}; try a lower learning rate or a longer warmup")
 
     def _results(self) -> dict[str, float]:
-        """The scores of the best checkpoint, written to results.json, and the plot of the losses."""
-        step = self.config.total_steps
+        """The scores and samples of the best checkpoint, written to results.json, and the plot of the losses."""
+        step, samples = self.config.total_steps, []
         if jax.process_index() == 0:
             plot_losses(self.workdir)
         losses = [line["validation_loss"] for line in read_scalars(self.workdir) if "validation_loss" in line]
         results: dict[str, float] = {"step": step}
         if losses:
-            results |= {"validation_loss": losses[-1], "best_validation_loss": min(losses)}
+            results |= {"last_validation_loss": losses[-1], "best_validation_loss": min(losses)}
         if jax.process_count() == 1:  # of several, one machine decodes later, by the model that it loads from here
-            model, begun = dj.load(self.workdir), time.monotonic()
+            del self.state  # before the model takes its place
+            mesh = self.layout.mesh
+            model = dj.load(self.workdir, placement=place(mesh, TRAINING_RULES) if mesh.size > 1 else None)
+            begun = time.monotonic()
             if "source" in self.data.texts.fields:
                 for split in ("validation", "test"):
                     if split in self.data.texts.splits:
-                        results |= self.decode_split(step, model, split, None)
+                        say(f"decoding the {split} split, {len(self.data.texts.splits[split]):,} pairs")
+                        values, some = self.decode_split(model, split, None)
+                        results |= values
+                        samples += some
             else:
-                self.continue_prompts(step, model)
+                samples = self.continue_prompts(step, model)
             results["decoding_seconds"] = time.monotonic() - begun
         if jax.process_index() == 0:
-            write_atomically(self.workdir / RESULTS, (json.dumps(results, indent=2) + "\n").encode())
+            text = json.dumps(results | {"samples": samples}, indent=2, ensure_ascii=False)
+            write_atomically(self.workdir / RESULTS, f"{text}\n".encode())
         return results
 
 

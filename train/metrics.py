@@ -36,11 +36,12 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
-from decoding_jax.batch_job import write_atomically
+from decoding_jax.checkpoints.cache_files import write_atomically
 
 METRICS, SAMPLES, PICTURE = "metrics.jsonl", "samples.jsonl", "loss.png"
 # The names that `plot_losses` looks for.
-LOSS, VALIDATION_LOSS, LEARNING_RATE = "loss", "validation_loss", "learning_rate"
+# The loss without smoothing and teacher, which is what the validation loss is.
+LOSS, VALIDATION_LOSS, LEARNING_RATE = "nats_per_token", "validation_loss", "learning_rate"
 
 _TENSORBOARD_SECONDS = 10  # between two writes of the event file
 _TENSORBOARD_QUEUE = 1000  # events that wait for its thread; a full queue would hold up the training

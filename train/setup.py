@@ -15,6 +15,7 @@ from ml_collections import ConfigDict
 import decoding_jax as dj
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cache_dir
+from decoding_jax.checkpoints.orbax import is_complete
 from decoding_jax.models.functional import abstract_transformer, transformer_model, transformer_spec
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.models.transformer import TransformerConfig, View
@@ -24,7 +25,7 @@ from train.command import say
 from train.data.batches import Plan, make_plan
 from train.data.examples import Examples, tokenise
 from train.data.texts import Texts, open_texts
-from train.data.tokenizers import make_tokenizer
+from train.data.tokenizers import make_tokenizer, start_id_of
 from train.evaluation import base_language
 from train.objectives import OBJECTIVES, Teacher
 from train.optimizers import make_optimizer
@@ -55,13 +56,12 @@ def objective_of(config: ConfigDict) -> Any:
     return OBJECTIVES[config.objective]
 
 
-def open_data(config: ConfigDict, tokenizer: Tokenizer | None, rows_multiple: int) -> Data:
+def open_data(config: ConfigDict, tokenizer: Tokenizer | None) -> Data:
     """Reads, tokenises and plans the data.
 
     Args:
       config: of the run.
       tokenizer: of an earlier start of this run or of the model to go on from; None: make one.
-      rows_multiple: what the rows of every batch must be a multiple of.
 
     Raises:
       ValueError: a setting does not fit.
@@ -74,8 +74,6 @@ def open_data(config: ConfigDict, tokenizer: Tokenizer | None, rows_multiple: in
             f"objective={config.objective!r} learns from {' and '.join(wanted)}, but data.name={settings.name!r} has "
             f"{' and '.join(texts.fields)}"
         )
-    if settings.batching != "bucketed":
-        check_rows(settings.rows_per_batch, rows_multiple)
     if tokenizer is None:
         tokenizer = make_tokenizer(settings.tokenizer, texts)
     examples = {
@@ -83,25 +81,30 @@ def open_data(config: ConfigDict, tokenizer: Tokenizer | None, rows_multiple: in
         for split in ("train", "validation")
         if split in texts.splits
     }
-    for split, found in examples.items():
-        _report(split, found, settings)
     plans = {
-        split: make_plan(found, settings, config.seed, split == "train", rows_multiple)
+        split: make_plan(found, settings, config.seed, split == "train", settings.rows_multiple)
         for split, found in examples.items()
     }
+    for split, found in examples.items():
+        _report(found, plans[split], settings)
     return Data(texts, tokenizer, examples, plans)
 
 
-def check_rows(rows_per_batch: int, parts: int) -> None:
-    """ValueError where a batch cannot be taken apart evenly by the mesh and optimizer.accumulate."""
-    if rows_per_batch % parts:
-        raise ValueError(
-            f"data.rows_per_batch={rows_per_batch} is not a multiple of {parts}, the parts that the mesh (data times "
-            "fsdp) and optimizer.accumulate make of a batch; change one of them"
-        )
+def check_rows(config: ConfigDict, mesh: Mesh) -> None:
+    """ValueError where a batch cannot be taken apart evenly by the mesh and optimizer.accumulate.
+
+    The batches do not depend on the mesh, so that a run can go on on another one.
+    """
+    parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.optimizer.accumulate
+    rows, multiple = config.data.rows_per_batch, config.data.rows_multiple
+    made = f"{parts}, the parts that the mesh (data times fsdp) and optimizer.accumulate make of a batch"
+    if multiple < 1 or multiple % parts:
+        raise ValueError(f"data.rows_multiple={multiple} is not a multiple of {made}; change one of them")
+    if config.data.batching != "bucketed" and rows % parts:
+        raise ValueError(f"data.rows_per_batch={rows} is not a multiple of {made}; change one of them")
 
 
-def _report(split: str, examples: Examples, settings: ConfigDict) -> None:
+def _report(examples: Examples, plan: Plan, settings: ConfigDict) -> None:
     tokens = sum(len(ragged.tokens) for ragged in examples.fields.values())
     counts = {
         f"longer than {settings.length} tokens and left out": examples.dropped,
@@ -111,16 +114,20 @@ def _report(split: str, examples: Examples, settings: ConfigDict) -> None:
     notes = [f"{count:,} {what}" for what, count in counts.items() if count]
     if examples.unknown:
         notes.append(f"{examples.unknown:,} unknown characters")
-    say("; ".join([f"{split}: {len(examples):,} examples, {tokens:,} tokens", *notes]))
+    notes.append(f"{plan.batches_per_epoch:,} batches, of which {plan.waste:.0%} is padding")
+    say("; ".join([f"{examples.split}: {len(examples):,} examples, {tokens:,} tokens", *notes]))
 
 
 def model_config(config: ConfigDict, tokenizer: Tokenizer | None, base: Model | None = None) -> TransformerConfig:
-    """The shape of the model to train: that of the model to go on from, or the one that the config describes.
+    """The shape of the model to train: that of the model to go on from (with our dropout), or the config's.
 
     Raises:
       ValueError: the objective and the model do not fit, or the vocabulary is unknown or too small.
     """
-    shape = TransformerConfig(**_described(config, tokenizer)) if base is None else base.config
+    if base is None:
+        shape = TransformerConfig(**_described(config, tokenizer))
+    else:
+        shape = dataclasses.replace(base.config, dropout=config.model.dropout)
     known = 0 if tokenizer is None else tokenizer.vocab_size
     if shape.vocab_size < known:
         name = "model.vocab_size" if base is None else f"init_from={config.init_from!r} with vocab_size"
@@ -142,7 +149,7 @@ def _described(config: ConfigDict, tokenizer: Tokenizer | None) -> dict[str, Any
         raise ValueError(
             f"model.encoder_layers={fields['encoder_layers']}: objective={config.objective!r} needs {wanted}"
         )
-    return fields | ({"start_id": start_id_of(tokenizer)} if with_encoder else {})
+    return fields | ({"start_id": 0 if tokenizer is None else start_id_of(tokenizer)} if with_encoder else {})
 
 
 def check_decoding(config: ConfigDict, data: Data, shape: TransformerConfig) -> None:
@@ -166,13 +173,6 @@ def check_decoding(config: ConfigDict, data: Data, shape: TransformerConfig) -> 
             check_length(model, encode_prompt(model, pair["source"], name), 0, name)
 
 
-def start_id_of(tokenizer: Tokenizer | None) -> int:
-    """What an encoder-decoder's output begins behind: <bos>, or the end of a text where there is none."""
-    if tokenizer is None:
-        return 0
-    return tokenizer.eos_ids[0] if tokenizer.bos_id is None else tokenizer.bos_id
-
-
 def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
     """The model of `init_from`, float32 and spread over the mesh; None without one.
 
@@ -182,6 +182,8 @@ def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
     if not config.init_from:
         return None
     model = dj.load(config.init_from, dtype="float32", placement=place(mesh, TRAINING_RULES))
+    if model.tokenizer is not None and model.start_id not in (None, start_id_of(model.tokenizer)):
+        raise ValueError(f"init_from={config.init_from!r}: start_id={model.start_id} is not its tokenizer's <bos>")
     if (model.encode is not None) != objective_of(config).encoder_decoder:
         kind = "a decoder-only model" if model.encode is None else "an encoder-decoder"
         raise ValueError(f"init_from={config.init_from!r} is {kind}, which objective={config.objective!r} cannot train")
@@ -196,10 +198,18 @@ def make_layout(config: ConfigDict, shape: TransformerConfig, mesh: Mesh) -> Lay
     """
     if not 0 <= config.optimizer.ema < 1:
         raise ValueError(f"optimizer.ema={config.optimizer.ema}: must be from 0 (off) to below 1")
-    if config.optimizer.accumulate < 1 or config.total_steps < 1:
-        raise ValueError(
-            f"optimizer.accumulate={config.optimizer.accumulate}, total_steps={config.total_steps}: must be at least 1"
-        )
+    counts = {
+        "total_steps": config.total_steps,
+        "log_every": config.log_every,
+        "checkpoint.every": config.checkpoint.every,
+        "evaluation.every": config.evaluation.every,
+        "evaluation.batch_size": config.evaluation.batch_size,
+        "evaluation.examples": config.evaluation.examples,
+        "optimizer.accumulate": config.optimizer.accumulate,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count}: must be at least 1")
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     return Layout(shape, mesh, optimizer, tuple(config.frozen), config.optimizer.ema > 0)
 
@@ -242,7 +252,7 @@ def load_teacher(settings: ConfigDict, layout: Layout, tokenizer: Tokenizer | No
 
 def workdir_tokenizer(workdir: Path) -> Tokenizer | None:
     """The tokenizer that an earlier start of the run kept."""
-    return Tokenizer.from_folder(workdir) if (workdir / "tokenizer.json").exists() else None
+    return Tokenizer.from_folder(workdir) if is_complete(workdir) else None
 
 
 def compiled_folder(config: ConfigDict) -> str:
@@ -255,4 +265,8 @@ def to_devices(batch: Mapping[str, Any], layout: Layout) -> dict[str, jax.Array]
     arrays = {name: value for name, value in batch.items() if name != "examples"}
     if jax.process_count() == 1:
         return jax.device_put(arrays, layout.rows)
-    return {name: jax.make_array_from_process_local_data(layout.rows, value) for name, value in arrays.items()}
+    _, shares = layout.share
+    return {
+        name: jax.make_array_from_process_local_data(layout.rows, value, (len(value) * shares, *value.shape[1:]))
+        for name, value in arrays.items()
+    }

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -24,11 +24,11 @@ from decoding_jax.models.functional import abstract_transformer, initial_params
 from decoding_jax.models.sharding import TRAINING_RULES, check_mesh, place
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.types import Array, PyTree
-from train.objectives import Objective
 from train.optimizers import averaged
 
 AXES = ("data", "fsdp", "tensor")
 ROWS = ("data", "fsdp")  # the axes that the rows of a batch are split over
+_TRAINING = 2**31  # what the keys of the steps are for
 Params = dict[str, Array]  # by path, "layers/0/attention/qkv/kernel"
 
 
@@ -139,6 +139,23 @@ class Layout:
         """How many parts a batch is split into."""
         return self.mesh.shape["data"] * self.mesh.shape["fsdp"]
 
+    @functools.cached_property
+    def share(self) -> tuple[int, int]:
+        """Which share of a batch's rows this process's devices hold, and how many shares there are.
+
+        Raises:
+          ValueError: the devices of this process hold rows that do not lie together.
+        """
+        parts = self.row_shards
+        places = self.rows.addressable_devices_indices_map((parts,)).values()
+        held = sorted({place[0].start or 0 for place in places if place})
+        if held != list(range(held[0], held[0] + len(held))) or held[0] % len(held) or parts % len(held):
+            raise ValueError(
+                f"mesh {dict(self.mesh.shape)}: process {jax.process_index()} holds the parts {held} of {parts} of a "
+                "batch, which do not lie together; make data times fsdp a multiple of the number of processes"
+            )
+        return held[0] // len(held), parts // len(held)
+
     def create(self, params: Params) -> TrainState:
         """The state before the first step."""
         trained = {path: x for path, x in params.items() if not self.is_frozen(path)}
@@ -187,14 +204,11 @@ class Layout:
         return jax.jit(self.create, out_shardings=self.shardings)(dict(params))
 
 
-StepFn = Callable[[TrainState, dict[str, Array], Objective], tuple[TrainState, dict[str, Array]]]
-
-
 def _in_dtype(params: Params, dtype: Any) -> Params:
     return {path: x.astype(dtype) for path, x in params.items()}
 
 
-def _summed(metrics: PyTree) -> dict[str, Array]:
+def _means(metrics: PyTree) -> dict[str, Array]:
     """Means f32[] of metrics given as sums and counts; "tokens" is the count of the loss."""
     means = {name: total / jnp.maximum(count, 1.0) for name, (total, count) in metrics.items()}
     return means | {"tokens": metrics["loss"][1]}
@@ -243,7 +257,8 @@ def make_step(layout: Layout, config: ConfigDict) -> Any:
     seed = config.seed
 
     def step(state: TrainState, batch: dict[str, Array], objective: Any) -> tuple[TrainState, dict[str, Array]]:
-        key = jax.random.fold_in(jax.random.key(seed), state.step)
+        # The params' initial values were drawn by the plain seed.
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(seed), _TRAINING), state.step)
         gradients, metrics = loss_and_gradients(layout, dtype, accumulate, state, batch, objective, key)
         updates, optimizer = layout.optimizer.update(gradients, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
@@ -254,7 +269,7 @@ def make_step(layout: Layout, config: ConfigDict) -> Any:
             optimizer=optimizer,
             ema=None if state.ema is None else averaged(state.ema, params, decay, state.step),
         )
-        return new, _summed(metrics) | {"gradient_norm": optax.tree.norm(gradients)}
+        return new, _means(metrics) | {"gradient_norm": optax.tree.norm(gradients)}
 
     return jax.jit(step, donate_argnums=0, out_shardings=(layout.shardings, layout.whole))
 

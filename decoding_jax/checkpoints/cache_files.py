@@ -141,6 +141,25 @@ def _discard(folder: Path) -> None:
     shutil.rmtree(aside, ignore_errors=True)
 
 
+def write_atomically(path: Path, data: bytes) -> None:
+    """Writes a file that is there whole or not at all, whenever the process dies."""
+    scratch = scratch_file(path)
+    try:
+        with scratch.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(scratch, path)
+    finally:
+        scratch.unlink(missing_ok=True)
+
+
+def scratch_file(path: Path) -> Path:
+    """Where `write_atomically` writes first."""
+    # In the same folder, so that the rename stays within one file system.
+    return path.with_name(f".{path.name}.tmp")
+
+
 def _scratch(folder: Path) -> Path:
     # In the same folder, so that a rename stays within one file system.
     return folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:12]}")

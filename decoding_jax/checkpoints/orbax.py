@@ -18,6 +18,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.checkpoints.huggingface import (
     Placement,
     config_as_dict,
@@ -99,9 +100,12 @@ def write_model_files(
     if tokenizer is not None:
         tokenizer.save(folder)
     raw = {"format": FORMAT, "transformer": config_as_dict(config), "dtype": dtype, "eos_ids": list(eos_ids)}
-    scratch = folder / f".config.json.{uuid.uuid4().hex}"
-    scratch.write_text(json.dumps(raw, indent=2) + "\n")
-    os.replace(scratch, folder / "config.json")
+    write_atomically(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether `write_model_files` has come to its end in a folder."""
+    return (folder / "config.json").exists()
 
 
 def read_model_files(folder: Path, dtype: Any = None) -> tuple[TransformerConfig, Any, dict[str, Any]]:

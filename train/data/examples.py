@@ -18,13 +18,14 @@ import tqdm
 
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cached_folder
+from train.data.tokenizers import start_id_of
 
 if TYPE_CHECKING:
     from train.data.texts import Split, Texts
 
 FIELDS = {"windows": ("text",), "packed": ("text",), "bucketed": ("source", "target")}
 
-_FORMAT = 1  # of the cached files and of what they hold
+_FORMAT = 2  # of the cached files and of what they hold
 _CHARACTERS_AT_ONCE = 1 << 18
 _LINE_END = re.compile(r"(?<=\S)\n(?=\S)")
 _COUNTS = "counts.json"
@@ -62,7 +63,7 @@ class Examples:
       split: its name, for messages.
       fields: "text", or "source" and "target"; rows of the same number belong together.
       places: i64[n], which example of the split each row is.
-      characters: of the kept "text" or "target" side, for bits per character.
+      characters: of the kept "text" or "target" side that are predicted, for bits per character.
       dropped: examples that were left out because they are longer than `length`.
       cut: examples that were shortened to `length`.
       empty: examples that were left out because a side of them has no token.
@@ -126,7 +127,7 @@ def tokenise(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[s
         fields={field: Ragged(array(field), array(f"{field}_offsets")) for field in texts.fields},
         places=array("places"),
         eos_id=eos_id,
-        start_id=eos_id if tokenizer.bos_id is None else tokenizer.bos_id,
+        start_id=start_id_of(tokenizer),
         **json.loads((folder / _COUNTS).read_text(encoding="utf-8")),
     )
 
@@ -152,6 +153,7 @@ def _check(texts: Texts, split: str, settings: Mapping[str, Any]) -> None:
 def _write(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[str, Any], folder: Path) -> None:
     """Writes <field>.npy, <field>_offsets.npy, places.npy and the counts."""
     counts = dict.fromkeys(("characters", "dropped", "cut", "empty", "unknown"), 0)
+    packed = settings["batching"] == "packed"
     lengths: dict[str, list[int]] = {field: [] for field in texts.fields}
     places: list[int] = []
     unknown_id = tokenizer.backend.token_to_id(tokenizer.named_tokens.get("unk_token", ""))
@@ -175,6 +177,8 @@ def _write(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[str
             # A shortened text counts as much as its tokens spell.
             whole = len(kept[-1]) == len(sides[-1])
             counts["characters"] += len(text) if whole else len(tokenizer.decode(kept[-1]))
+            if packed:  # nothing predicts the first token of a document
+                counts["characters"] -= len(tokenizer.decode(kept[-1][:1]))
         for field, file in zip(texts.fields, files, strict=True):
             _write_header(file, sum(lengths[field]))
     if not places:

@@ -50,6 +50,11 @@ def make_tokenizer(settings: Mapping[str, Any], texts: Texts) -> Tokenizer:
     return makers[kind]()
 
 
+def start_id_of(tokenizer: Tokenizer) -> int:
+    """What an encoder-decoder's output begins behind: <bos>, or the end of a text where there is none."""
+    return tokenizer.eos_ids[0] if tokenizer.bos_id is None else tokenizer.bos_id
+
+
 def _training_texts(texts: Texts) -> Iterator[str]:
     if "train" not in texts.splits:
         raise ValueError(

@@ -9,16 +9,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from decoding_jax.types import Array, Inputs, ModelSpec, PyTree
-from train.objectives.losses import Metrics, Teacher, token_loss
+from train.objectives.losses import TokenPrediction
 
 
 @struct.dataclass
-class CausalLM:
+class CausalLM(TokenPrediction):
     """loss = - mean of log p(token | tokens before it), with label smoothing and a teacher where they are given."""
-
-    model: ModelSpec = struct.field(pytree_node=False)
-    label_smoothing: Array
-    teacher: Teacher | None = None
 
     fields: ClassVar[tuple[str, ...]] = ("text",)
     encoder_decoder: ClassVar[bool] = False
@@ -30,19 +26,13 @@ class CausalLM:
         shapes = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32) for name in names}
         return shapes | {"weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
 
-    def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
-        """See `Objective.loss`."""
-        logits = _logits(self.model, params, batch, key)
-        taught = None if self.teacher is None else _logits(self.teacher.model, self.teacher.params, batch, None)
-        return token_loss(logits, taught, batch, self.label_smoothing, self.teacher)
-
-
-def _logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
-    """Logits f32[B * T, V] of every next token: each position sees its own document up to itself."""
-    segments = batch["segments"]
-    size = segments.shape[1]
-    earlier = jnp.tril(jnp.ones((size, size), bool))[None]
-    mask = earlier & (segments[:, :, None] == segments[:, None, :])
-    inputs = Inputs(batch["tokens"], batch["positions"], mask, dropout_key=key)
-    hidden = model.apply(params, inputs, None).hidden
-    return model.readout(params, hidden.reshape(-1, hidden.shape[-1])).astype(jnp.float32)
+    @staticmethod
+    def logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
+        """Logits f32[B * T, V] of every next token: each position sees its own document up to itself."""
+        segments = batch["segments"]
+        size = segments.shape[1]
+        earlier = jnp.tril(jnp.ones((size, size), bool))[None]
+        mask = earlier & (segments[:, :, None] == segments[:, None, :])
+        inputs = Inputs(batch["tokens"], batch["positions"], mask, dropout_key=key)
+        hidden = model.apply(params, inputs, None).hidden
+        return model.readout(params, hidden.reshape(-1, hidden.shape[-1])).astype(jnp.float32)

@@ -107,3 +107,29 @@ def token_loss(
         "accuracy": ((hits * weights).sum(), count),
     }
     return total / jnp.maximum(count, 1.0), metrics
+
+
+@struct.dataclass
+class TokenPrediction:
+    """Base of the objectives that predict every token of a target: loss = - mean of log p, with what is added to it.
+
+    Attributes:
+      model: the static part of the model.
+      label_smoothing: f32[].
+      teacher: learnt from beside the data, None without one.
+    """
+
+    model: ModelSpec = struct.field(pytree_node=False)
+    label_smoothing: Array
+    teacher: Teacher | None = None
+
+    @staticmethod
+    def logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
+        """Logits f32[B * T, V] of every target of a batch."""
+        raise NotImplementedError
+
+    def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
+        """See `Objective.loss`."""
+        logits = self.logits(self.model, params, batch, key)
+        taught = None if self.teacher is None else self.logits(self.teacher.model, self.teacher.params, batch, None)
+        return token_loss(logits, taught, batch, self.label_smoothing, self.teacher)

@@ -9,16 +9,12 @@ import jax.numpy as jnp
 from flax import struct
 
 from decoding_jax.types import Array, Cache, Inputs, ModelSpec, PyTree
-from train.objectives.losses import Metrics, Teacher, token_loss
+from train.objectives.losses import TokenPrediction
 
 
 @struct.dataclass
-class Seq2Seq:
+class Seq2Seq(TokenPrediction):
     """loss = - mean of log p(token | source, target before it), with label smoothing and a teacher where given."""
-
-    model: ModelSpec = struct.field(pytree_node=False)
-    label_smoothing: Array
-    teacher: Teacher | None = None
 
     fields: ClassVar[tuple[str, ...]] = ("source", "target")
     encoder_decoder: ClassVar[bool] = True
@@ -30,21 +26,15 @@ class Seq2Seq:
         shapes["source_lengths"] = jax.ShapeDtypeStruct((rows,), jnp.int32)
         return shapes | {"weights": jax.ShapeDtypeStruct((rows, length), jnp.float32)}
 
-    def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
-        """See `Objective.loss`."""
-        logits = _logits(self.model, params, batch, key)
-        taught = None if self.teacher is None else _logits(self.teacher.model, self.teacher.params, batch, None)
-        return token_loss(logits, taught, batch, self.label_smoothing, self.teacher)
-
-
-def _logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
-    """Logits f32[B * T, V] of every target token."""
-    assert model.encode is not None  # the trainer gives an encoder-decoder
-    keys = (None, None) if key is None else jax.random.split(key)
-    memory = model.encode(params, batch["source"], batch["source_lengths"], keys[0])
-    rows, size = batch["tokens"].shape
-    positions = jnp.broadcast_to(jnp.arange(size)[None], (rows, size))
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool))[None], (rows, size, size))
-    inputs = Inputs(batch["tokens"], positions, mask, dropout_key=keys[1])
-    hidden = model.apply(params, inputs, Cache(slots=(), rows=memory)).hidden
-    return model.readout(params, hidden.reshape(-1, hidden.shape[-1])).astype(jnp.float32)
+    @staticmethod
+    def logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
+        """Logits f32[B * T, V] of every target token."""
+        assert model.encode is not None  # the trainer gives an encoder-decoder
+        keys = (None, None) if key is None else jax.random.split(key)
+        memory = model.encode(params, batch["source"], batch["source_lengths"], keys[0])
+        rows, size = batch["tokens"].shape
+        positions = jnp.broadcast_to(jnp.arange(size)[None], (rows, size))
+        mask = jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool))[None], (rows, size, size))
+        inputs = Inputs(batch["tokens"], positions, mask, dropout_key=keys[1])
+        hidden = model.apply(params, inputs, Cache(slots=(), rows=memory)).hidden
+        return model.readout(params, hidden.reshape(-1, hidden.shape[-1])).astype(jnp.float32)
