@@ -26,6 +26,7 @@ def get_config(path: str = "input.txt") -> ConfigDict:
     config.data.batching = "windows"
     config.data.length = 64
     config.data.rows_per_batch = 12
+    config.data.rows_multiple = 4  # not 8, which would pad each batch to 16 rows
 
     config.model.num_layers = 4
     config.model.width = 128

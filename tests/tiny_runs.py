@@ -11,13 +11,21 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
+import decoding_jax as dj
 from train.config import default_config
 from train.loop import Trainer
 from train.state import AXES
 
+# What enable_compilation_cache sets.
+_CACHE_SETTINGS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
 _WORDS = ("see", "tree", "house", "in", "on", "the", "a", "and")
 
 
@@ -30,11 +38,17 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 @pytest.fixture(scope="module")
 def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder for a module's runs that also takes what would go into the user's cache."""
+    """A folder for a module's runs, and for what would go into the user's cache: equal runs are compiled once."""
     folder = tmp_path_factory.mktemp("runs")
+    before = {name: getattr(jax.config, name) for name in _CACHE_SETTINGS}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DECODING_JAX_CACHE", str(folder / "cache"))
+        compilation_cache.reset_cache()
+        dj.enable_compilation_cache(folder / "compiled")
         yield folder
+    for name, value in before.items():
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
 
 
 def text_config(home: Path, changes: dict[str, Any] | None = None) -> ConfigDict:
@@ -89,7 +103,7 @@ def _small(home: Path) -> ConfigDict:
     config.evaluation.every = 4
     config.evaluation.max_new_tokens = 8
     config.evaluation.batch_size = 8
-    config.compilation_cache = ""
+    config.compilation_cache = str(home / "compiled")
     return config
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 from ml_collections import ConfigDict
 
+from train.data.packing import round_up
 from train.setup import check_rows, make_layout, make_objective, model_config, objective_of
 from train.state import Layout, make_mesh, make_step
 
@@ -32,7 +33,7 @@ def report_memory(config: ConfigDict) -> str:
     mesh = make_mesh(config.mesh)
     layout = make_layout(config, model_config(config, None), mesh)
     check_rows(config, mesh)
-    rows = _rows(config, layout.row_shards * config.optimizer.accumulate)
+    rows = _rows(config)
     shapes = objective_of(config).abstract_batch(rows, config.data.length)
     batch = {
         name: jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=layout.rows) for name, shape in shapes.items()
@@ -52,11 +53,12 @@ def report_memory(config: ConfigDict) -> str:
     return "\n".join(head + [f"  {name:34}{size / 2**30:8.2f}" for name, size in table.items()])
 
 
-def _rows(config: ConfigDict, parts: int) -> int:
+def _rows(config: ConfigDict) -> int:
     """The rows of a batch; of buckets, those of the longest."""
+    multiple = config.data.rows_multiple
     if config.data.batching == "bucketed":
-        return max(config.data.tokens_per_batch // config.data.length // parts, 1) * parts
-    return int(config.data.rows_per_batch)
+        return max(config.data.tokens_per_batch // config.data.length // multiple, 1) * multiple
+    return round_up(config.data.rows_per_batch, multiple)
 
 
 def _memory(layout: Layout, analysis: Any, logits: float) -> dict[str, float]:
