@@ -35,7 +35,7 @@ import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
 from records import record
-from training_runs import finish, logged, losses, start, stop_at, tiny, train_to
+from training_runs import finish, logged, losses, started, stop_at, tiny, train_to
 
 from train.command import run
 from train.loop import Trainer
@@ -197,12 +197,8 @@ def measure_processes() -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             address = f"--coordinator=127.0.0.1:{free.getsockname()[1]}"
-        other = start(two, settings, address, "--num_processes=2", "--process_id=1")
-        try:
+        with started(two, settings, address, "--num_processes=2", "--process_id=1"):
             train_to(two, settings, COMPARED, address, "--num_processes=2", "--process_id=0")
-        finally:
-            other.kill()
-            other.wait()
         found, wanted = losses(two), losses(one)
     worst = max(abs(found[step] - wanted[step]) for step in range(1, COMPARED + 1))
     save("loss_difference_of_2_processes", worst, "nats, largest of 10 steps", 1e-5)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,14 +40,22 @@ def tiny(total_steps: int) -> dict[str, Any]:
     }
 
 
-def start(workdir: Path, settings: Mapping[str, Any], *arguments: str, devices: int = 1) -> subprocess.Popen[bytes]:
-    """A run as users start it; what it says is appended to a file beside the workdir."""
+@contextlib.contextmanager
+def started(
+    workdir: Path, settings: Mapping[str, Any], *arguments: str, devices: int = 1
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A run as users start it, killed in the end; what it says is appended to a file beside the workdir."""
     command = [sys.executable, "-m", "train", "--config=configs/ui_phrases.py:en-de", f"--workdir={workdir}"]
     command += [f"--config.{name}={value}" for name, value in settings.items()]
     command += [f"--config.compilation_cache={workdir.parent / 'compiled'}", *arguments]
     variables = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": str(devices)}
     with workdir.with_suffix(".log").open("ab") as log:
-        return subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
+        process = subprocess.Popen(command, cwd=ROOT, env=variables, stdout=log, stderr=log)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def logged(workdir: Path) -> dict[int, str]:
@@ -76,18 +85,16 @@ def wait_for_step(process: subprocess.Popen[bytes], workdir: Path, step: int) ->
 
 def train_to(workdir: Path, settings: Mapping[str, Any], step: int, *arguments: str, devices: int = 1) -> None:
     """Trains until a step is in the log, then kills the process."""
-    process = start(workdir, settings, *arguments, devices=devices)
-    wait_for_step(process, workdir, step)
-    process.kill()
-    process.wait()
+    with started(workdir, settings, *arguments, devices=devices) as process:
+        wait_for_step(process, workdir, step)
 
 
 def finish(workdir: Path, settings: Mapping[str, Any]) -> None:
     """Trains to the end; ValueError if the process fails."""
-    process = start(workdir, settings)
-    wait_for_step(process, workdir, settings["total_steps"])
-    if process.wait():
-        raise ValueError(f"the run in {workdir} ended with code {process.returncode}")
+    with started(workdir, settings) as process:
+        wait_for_step(process, workdir, settings["total_steps"])
+        if process.wait():
+            raise ValueError(f"the run in {workdir} ended with code {process.returncode}")
 
 
 def stop_at(workdir: Path, settings: Mapping[str, Any], step: int, number: signal.Signals, delay: float) -> None:
@@ -97,11 +104,11 @@ def stop_at(workdir: Path, settings: Mapping[str, Any], step: int, number: signa
       ValueError: the process ended in another way than it should.
     """
     there = max(logged(workdir), default=0)
-    process = start(workdir, settings)
-    wait_for_step(process, workdir, max(step, there + 1))
-    time.sleep(delay)
-    process.send_signal(number)
-    code, last = process.wait(), max(logged(workdir))
+    with started(workdir, settings) as process:
+        wait_for_step(process, workdir, max(step, there + 1))
+        time.sleep(delay)
+        process.send_signal(number)
+        code, last = process.wait(), max(logged(workdir))
     print(f"{number.name} after step {last}, exit code {code}", flush=True)
     if code != (0 if number == signal.SIGTERM else -number) or last >= settings["total_steps"]:
         raise ValueError(f"{number.name} after step {last} of {workdir} gave exit code {code}")

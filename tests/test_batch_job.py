@@ -615,7 +615,7 @@ def test_command_survives_kills(tmp_path: Path) -> None:
     ("flags", "code", "message"),
     [
         (["--help"], 0, "The output folder gets"),
-        (["--input=in", "--output=o", "--config.nope=1"], 2, "'nope'"),
+        (["--input=in", "--output=o", "--config.nope=1"], 2, "no such setting, or its file fails: nope"),
         (["--input=/none.jsonl", "--output=o"], 2, "input='/none.jsonl' cannot be read"),
     ],
     ids=["help", "setting", "input"],
