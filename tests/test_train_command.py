@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarni
 
 ROOT = Path(__file__).resolve().parent.parent
 ENDLESS = {"total_steps": 100_000, "optimizer.schedule": "constant", "optimizer.learning_rate": 1e-4}
-ENDLESS |= {"checkpoint.every": 20, "evaluation.every": 1_000_000, "model.dropout": 0.1}
+ENDLESS |= {"checkpoint.every": 10, "evaluation.every": 10, "model.dropout": 0.1}
 
 
 def config_file(config: ConfigDict, path: Path) -> Path:
@@ -166,7 +167,7 @@ def test_killed_and_terminated_processes_lose_nothing(
     workdir = tmp_path / "run"
     arguments = (f"--config={config_file(config, tmp_path / 'tiny.py')}", f"--workdir={workdir}")
     process = start(*arguments)
-    wait_for_step(process, workdir, 30)
+    wait_for_step(process, workdir, 15)
     process.kill()
     process.communicate()
     process = start(*arguments)
@@ -194,17 +195,17 @@ def test_two_processes_are_one_run(home: Path, tmp_path: Path, monkeypatch: pyte
     workdir = tmp_path / "run"
     file = config_file(config, tmp_path / "tiny.py")
 
-    def start_both() -> list[subprocess.Popen[str]]:
+    def start_both(*arguments: str) -> list[subprocess.Popen[str]]:
         with socket.socket() as found:
             found.bind(("localhost", 0))
             address = f"localhost:{found.getsockname()[1]}"
         shared = (f"--config={file}", f"--workdir={workdir}", f"--coordinator={address}", "--num_processes=2")
-        return [start(*shared, f"--process_id={index}") for index in range(2)]
+        return [start(*shared, *arguments, f"--process_id={index}") for index in range(2)]
 
-    stops = []
-    for first_step in (10, 10):
-        both = start_both()
-        wait_for_step(both[0], workdir, first_step + max(stops, default=0))
+    stops: list[int] = []
+    for arguments in ([], ["--config.evaluation.decode_every=5"]):
+        both = start_both(*arguments)
+        wait_for_step(both[0], workdir, max(stops, default=0) + 6)
         both[1].send_signal(signal.SIGTERM)
         said = [process.communicate(timeout=300)[1] for process in both]
         assert [process.returncode for process in both] == [0, 0], said
@@ -214,6 +215,8 @@ def test_two_processes_are_one_run(home: Path, tmp_path: Path, monkeypatch: pyte
         assert ("going on from step" in said[0]) == (len(stops) == 2)
     monkeypatch.setattr(train.loop, "make_mesh", lambda settings: make_small_mesh(2))
     train_until(Trainer(config, tmp_path / "one"), stops[1] + 2)
+    samples = map(json.loads, (workdir / "samples.jsonl").read_text(encoding="utf-8").splitlines())
+    assert [sample["step"] for sample in samples] == [s for s in range(stops[0] + 1, stops[1] + 1) if s % 5 == 0]
     losses, wanted = logged(workdir, "loss"), logged(tmp_path / "one", "loss")
     assert losses.keys() == wanted.keys() and stops[0] < stops[1]
     np.testing.assert_allclose(list(losses.values()), list(wanted.values()), rtol=1e-6)

@@ -14,12 +14,10 @@ import tiny_runs
 from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
-from decoding_jax.models.functional import transformer_spec
-from decoding_jax.models.transformer import TransformerConfig, View
+from decoding_jax.models.transformer import TransformerConfig
 from train.config import default_config
-from train.objectives import CausalLM, Seq2Seq
 from train.optimizers import learning_rate, make_optimizer
-from train.setup import make_layout
+from train.setup import make_layout, make_objective
 from train.state import Layout, TrainState, loss_and_gradients, make_evaluation, make_step
 
 # Every kind of param: biases, norms of queries and keys, an output layer. Dropout, to see that meshes share its mask.
@@ -65,8 +63,9 @@ def start_on(layout: Layout) -> TrainState:
 
 
 def objective(shape: TransformerConfig = CAUSAL, dtype: str = "float32", remat: bool = False) -> Any:
-    kind = Seq2Seq if shape.encoder_layers else CausalLM
-    return kind(transformer_spec(shape, dtype, View(remat=remat)), jnp.float32(0.1))
+    name = "seq2seq" if shape.encoder_layers else "causal_lm"
+    config = settings(objective=name, label_smoothing=0.1, compute_dtype=dtype, remat=remat)
+    return make_objective(config, layout_on(ONE, shape), None)
 
 
 def batch_on(layout: Layout, rows: int = 8, length: int = 12, seed: int = 0) -> dict[str, jax.Array]:
