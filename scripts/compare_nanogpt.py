@@ -120,7 +120,7 @@ def main() -> None:
         theirs, their_loss = run_nanogpt(Path(name), text)
         print(f"nanoGPT: {theirs:.1f} s, validation loss {their_loss:.4f} over 20 random batches", flush=True)
         ours, results = run_ours(Path(name), text)
-    save("shakespeare_validation_loss", results["validation_loss"], "nats per character", 1.88)
+    save("shakespeare_validation_loss", results["last_validation_loss"], "nats per character", 1.88)
     save("shakespeare_validation_loss_nanogpt", their_loss, "nats per character, over 20 batches")
     save("shakespeare_seconds", ours, "s")
     save("shakespeare_seconds_nanogpt", theirs, "s")
