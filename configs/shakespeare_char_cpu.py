@@ -30,7 +30,7 @@ def get_config(path: str = "input.txt") -> ConfigDict:
 
     config.model.num_layers = 4
     config.model.width = 128
-    config.model.mlp_width = 344  # gated: as many weights as a plain MLP of 516, nanoGPT's 512
+    config.model.mlp_width = 256
     config.model.num_heads = 4
     config.model.num_kv_heads = 4
     config.model.head_size = 32
@@ -42,8 +42,8 @@ def get_config(path: str = "input.txt") -> ConfigDict:
     config.optimizer.b2 = 0.99
     config.optimizer.weight_decay = 0.1
 
-    config.evaluation.every = 500
+    config.evaluation.every = 1000
     config.evaluation.prompts = ("ROMEO:", "To be, or")
     config.evaluation.max_new_tokens = 120
-    config.checkpoint.every = 500
+    config.checkpoint.every = 1000
     return config

@@ -1,7 +1,7 @@
-"""Writes the README's table of measured figures from the records in benchmarks.
+"""Writes the tables of measured figures in README.md and docs from the records in benchmarks.
 
-python scripts/readme_table.py           # rewrites README.md
-python scripts/readme_table.py --check   # exits with 1 if that would change it
+python scripts/readme_table.py           # rewrites the tables
+python scripts/readme_table.py --check   # exits with 1 if that would change one
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from absl import flags
 
 from train.command import FAILED, run, say
 
-CHECK = flags.DEFINE_bool("check", False, "Change nothing; exit with 1 if the README is out of date.")
+CHECK = flags.DEFINE_bool("check", False, "Change nothing; exit with 1 if a table is out of date.")
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
@@ -34,14 +34,14 @@ def table(file: Path) -> str:
 
 def main() -> int:
     """Rewrites or checks."""
-    readme = ROOT / "README.md"
-    old = readme.read_text(encoding="utf-8")
-    new = TABLE.sub(lambda match: match[1] + table(ROOT / match[2]) + match[3], old)
-    if CHECK.value and new != old:
-        say("README.md is out of date; run python scripts/readme_table.py")
-        return FAILED
-    if new != old:
-        readme.write_text(new, encoding="utf-8")
+    for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        old = page.read_text(encoding="utf-8")
+        new = TABLE.sub(lambda match: match[1] + table(ROOT / match[2]) + match[3], old)
+        if CHECK.value and new != old:
+            say(f"{page.name} is out of date; run python scripts/readme_table.py")
+            return FAILED
+        if new != old:
+            page.write_text(new, encoding="utf-8")
     return 0
 
 
