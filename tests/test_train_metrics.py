@@ -215,9 +215,9 @@ def test_an_empty_log_gives_no_picture_and_one_line_gives_one(tmp_path):
     assert plot_losses(tmp_path) is None
     (tmp_path / metrics.METRICS).write_text("")
     assert plot_losses(tmp_path) is None
-    (tmp_path / metrics.METRICS).write_text('{"step": 1, "loss": "nan"}\n')
+    (tmp_path / metrics.METRICS).write_text('{"step": 1, "nats_per_token": "nan"}\n')
     assert plot_losses(tmp_path) is None
-    (tmp_path / metrics.METRICS).write_text('{"step": 1, "loss": 2.5}\n')
+    (tmp_path / metrics.METRICS).write_text('{"step": 1, "nats_per_token": 2.5}\n')
     assert plot_losses(tmp_path) is not None
 
 

@@ -21,7 +21,8 @@ _KEEP_REMAT = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 def report_memory(config: ConfigDict) -> str:
     """Lowers and compiles the step of a config for its mesh, on abstract values; a table of GiB per device.
 
-    On CPUs that stand for other devices the temporary arrays are an estimate: another compiler fuses more.
+    On CPUs that stand for other devices the temporary arrays are a rough estimate: they depend on the order in which a
+    compiler lets things happen, and on what it fuses.
 
     Raises:
       ValueError: a setting does not fit.
