@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from records import record
+from records import report
 
 from train.command import run
 
@@ -54,11 +54,9 @@ CPU_SETTING = [
 
 def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:
     """Prints and records one result."""
-    print(f"{name}: {value:.4g} {unit}" + (f" (target {target:g})" if target is not None else ""), flush=True)
-    if RECORDS.value:
-        command = "python scripts/compare_nanogpt.py --nanogpt=nanoGPT --python=torch/bin/python --data=input.txt"
-        command += f" --max_iters={MAX_ITERS.value}" if MAX_ITERS.value != 2000 else ""
-        record(ROOT / RECORDS.value, name, value, unit, target, better, command)
+    command = "python scripts/compare_nanogpt.py --nanogpt=nanoGPT --python=torch/bin/python --data=input.txt"
+    command += f" --max_iters={MAX_ITERS.value}" if MAX_ITERS.value != 2000 else ""
+    report(RECORDS.value and ROOT / RECORDS.value, name, value, unit, target, better, command)
 
 
 def seconds(command: Sequence[str], folder: Path, log: Path, variables: Mapping[str, str] | None = None) -> float:

@@ -29,7 +29,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 from absl import flags
-from records import record
+from records import report
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
@@ -54,11 +54,10 @@ NUM_DRAFT = 8
 
 def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:
     """Prints and records one result."""
-    print(f"{name}: {value:.4g} {unit}" + (f" (target {target:g})" if target is not None else ""), flush=True)
     command = f"python scripts/measure_foundation.py --what={WHAT.value}"
     if WHAT.value == "lookup":  # the questions are Spec-Bench's, wherever they lie
         command += f" --questions=question.jsonl --count={COUNT.value}"
-    record(RECORDS.value, name, value, unit, target, better, command)
+    report(RECORDS.value, name, value, unit, target, better, command)
 
 
 def seconds(call: Callable[[], Any]) -> float:

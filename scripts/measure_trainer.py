@@ -34,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from ml_collections import ConfigDict
-from records import record
+from records import report
 from training_runs import finish, logged, losses, started, stop_at, tiny, train_to
 
 from train.command import run
@@ -58,11 +58,9 @@ COMPARED = 10  # steps whose losses are compared after going on, and between pro
 
 def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:
     """Prints and records one result."""
-    print(f"{name}: {value:.4g} {unit}" + (f" (target {target:g})" if target is not None else ""), flush=True)
-    if RECORDS.value:
-        chosen = [f" --{flag.name}={flag.value}" for flag in (STEPS, PHASES, SEED, KILLS) if flag.present]
-        command = f"python scripts/measure_trainer.py --what={WHAT.value}{''.join(chosen)}"
-        record(ROOT / RECORDS.value, name, value, unit, target, better, command)
+    chosen = [f" --{flag.name}={flag.value}" for flag in (STEPS, PHASES, SEED, KILLS) if flag.present]
+    command = f"python scripts/measure_trainer.py --what={WHAT.value}{''.join(chosen)}"
+    report(RECORDS.value and ROOT / RECORDS.value, name, value, unit, target, better, command)
 
 
 def config_of(name: str, argument: str) -> ConfigDict:

@@ -72,3 +72,18 @@ def record(
     records = sorted([r for r in records if r["name"] != name] + [new], key=lambda r: r["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(records, indent=2, ensure_ascii=False) + "\n").encode())
+
+
+def report(
+    file: str | os.PathLike[str] | None,
+    name: str,
+    value: float,
+    unit: str,
+    target: float | None,
+    better: Literal["higher", "lower"],
+    command: str,
+) -> None:
+    """Prints a result, and writes it into a file of records if there is one; see `record`."""
+    print(f"{name}: {value:.4g} {unit}" + (f" (target {target:g})" if target is not None else ""), flush=True)
+    if file:
+        record(file, name, value, unit, target, better, command)

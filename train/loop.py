@@ -185,13 +185,11 @@ class Trainer:
             return {}
         plan, examples = self.data.plans["validation"], self.data.examples["validation"]
         params = self.state.decoding
-        total, count, hits = 0.0, 0.0, 0.0
-        for index in range(plan.batches_per_epoch):
-            rows = rows_of_process(plan.batch(index), *self.layout.share)
-            sums = jax.device_get(self.evaluate_batch(params, to_devices(rows, self.layout), self.untaught))
-            total += float(sums["nats_per_token"][0])
-            count += float(sums["nats_per_token"][1])
-            hits += float(sums["accuracy"][0])
+        batches = (rows_of_process(plan.batch(i), *self.layout.share) for i in range(plan.batches_per_epoch))
+        sums = [self.evaluate_batch(params, to_devices(rows, self.layout), self.untaught) for rows in batches]
+        sums = jax.device_get(sums)  # at the end, so that the devices never wait for the host
+        total, count = (sum(float(part["nats_per_token"][i]) for part in sums) for i in (0, 1))
+        hits = sum(float(part["accuracy"][0]) for part in sums)
         loss = total / count
         if not math.isfinite(loss):
             raise self._diverged(f"step {step}: validation loss {loss}")

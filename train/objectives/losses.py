@@ -126,7 +126,7 @@ class TokenPrediction:
     @staticmethod
     def logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
         """Logits f32[B * T, V] of every target of a batch."""
-        raise NotImplementedError
+        raise TypeError("an objective says how its model reads a batch")
 
     def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
         """See `Objective.loss`."""
