@@ -48,7 +48,7 @@ import decoding_jax as dj
 from decoding_jax import batch_job
 from decoding_jax.batch_job import Job
 from train.command import FAILED, one_line, run, say
-from train.jobs import Progress, Signals, every_setting, read_job, run_stoppable, write_summary
+from train.jobs import RowProgress, StopSignals, every_setting, read_job, run_stoppable, write_summary
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The settings, such as configs/decode_smollm2.py.")
 _INPUT = flags.DEFINE_list(
@@ -117,7 +117,7 @@ def load_model(config: ml_collections.ConfigDict, job: Job) -> dj.Model:
     return model
 
 
-def decode_all(signals: Signals, begun: float) -> int:
+def decode_all(signals: StopSignals, begun: float) -> int:
     """The whole job; returns the exit code."""
     folder = Path(_OUTPUT.value)
     try:
@@ -133,7 +133,7 @@ def decode_all(signals: Signals, begun: float) -> int:
         say(one_line(error))
         return 2
     say(f"{len(rows)} rows in {len(parts)} parts, and {len(errors)} bad lines")
-    progress = Progress(len(rows), signals)
+    progress = RowProgress(len(rows), signals)
     try:
         tally = batch_job.run_job(model, job, rows, parts, folder, progress)
     finally:

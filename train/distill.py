@@ -48,7 +48,7 @@ from decoding_jax import batch_job
 from train.command import BAD_USAGE, FAILED, one_line, run, say
 from train.data.texts import DISTILLED
 from train.distillation import default_folder, perform, prepare
-from train.jobs import Progress, Signals, run_stoppable, write_summary
+from train.jobs import RowProgress, StopSignals, run_stoppable, write_summary
 from train.setup import compiled_folder
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The data and the settings, as for training.")
@@ -58,7 +58,7 @@ _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Discard what another job lef
 flags.mark_flag_as_required("config")
 
 
-def distil(config: ConfigDict, folder: Path, signals: Signals) -> int:
+def distil(config: ConfigDict, folder: Path, signals: StopSignals) -> int:
     """The whole job; returns the exit code."""
     begun = time.monotonic()
     try:
@@ -69,7 +69,7 @@ def distil(config: ConfigDict, folder: Path, signals: Signals) -> int:
         say(one_line(error))
         return BAD_USAGE
     say(f"{len(work.rows):,} sources in {len(work.parts)} parts{_listed(work.left_out)}")
-    progress = Progress(len(work.rows), signals)
+    progress = RowProgress(len(work.rows), signals)
     try:
         tally, counts = perform(work, progress)
     finally:

@@ -69,7 +69,7 @@ class Stopped(BaseException):
     """A signal asked to stop. No Exception: nothing on the way out may take it for an error of its own."""
 
 
-class Signals:
+class StopSignals:
     """Turns the first SIGTERM or SIGINT into Stopped; a second one ends the process at once."""
 
     def __init__(self) -> None:
@@ -91,14 +91,14 @@ class Signals:
             raise Stopped
 
 
-def run_stoppable(work: Callable[[Signals], int], folder: Path) -> int:
+def run_stoppable(work: Callable[[StopSignals], int], folder: Path) -> int:
     """Runs a job's work, which returns the exit code; a signal and a failure while decoding get theirs here.
 
     Args:
-      work: gets the signals for its Progress.
+      work: gets the signals for its RowProgress.
       folder: where the job's parts are.
     """
-    signals = Signals()
+    signals = StopSignals()
     try:
         return work(signals)
     except Stopped:
@@ -114,10 +114,10 @@ def run_stoppable(work: Callable[[Signals], int], folder: Path) -> int:
 # --- Progress
 
 
-class Progress:
+class RowProgress:
     """A bar on a terminal, a line now and then elsewhere. Rates and the time left leave compiling out."""
 
-    def __init__(self, total: int, signals: Signals) -> None:
+    def __init__(self, total: int, signals: StopSignals) -> None:
         self._total, self._signals = total, signals
         self._shown = time.monotonic()
         self._bar = tqdm.tqdm(total=total, unit="row", smoothing=0, disable=not sys.stderr.isatty())

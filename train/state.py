@@ -107,18 +107,17 @@ class Layout:
             raise ValueError(f"frozen={self.frozen}: leaves no param to train")
 
     @functools.cached_property
-    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The shape of every param, in the order of the model's tree."""
-        leaves, _ = by_path(abstract_transformer(self.config)[1])
-        return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in leaves.items()}
+    def _abstract(self) -> tuple[dict[str, Any], Any]:
+        return by_path(abstract_transformer(self.config)[1])
 
     @functools.cached_property
-    def _treedef(self) -> Any:
-        return by_path(abstract_transformer(self.config)[1])[1]
+    def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The shape of every param, in the order of the model's tree."""
+        return {path: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype) for path, leaf in self._abstract[0].items()}
 
     def as_tree(self, params: Mapping[str, Any]) -> PyTree:
         """Params by path as the tree that the model takes."""
-        return jax.tree.unflatten(self._treedef, [params[path] for path in self.abstract_params])
+        return jax.tree.unflatten(self._abstract[1], [params[path] for path in self.abstract_params])
 
     def is_frozen(self, path: str) -> bool:
         """Whether a param is not trained."""
