@@ -28,6 +28,7 @@ def decode(
     prompts: Prompts,
     decoder: Decoder = Autoregressive(),
     *,
+    drafter: Model | None = None,
     max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),
     stop: Stop = Stop(),
@@ -44,6 +45,7 @@ def decode(
       prompts: a text, chat messages (dicts with role and content), token ids, or a list of one of these. For an
         encoder-decoder these are the sources.
       decoder: the method.
+      drafter: a second model that drafts, for decoders that take one; its tokens must be the model's.
       max_new_tokens: the budget of each row, in tokens.
       sampling: how tokens are chosen; greedy by default.
       stop: what ends a row besides the model's end-of-sequence ids.
@@ -65,7 +67,7 @@ def decode(
         raise ValueError(f"steps_per_call={steps_per_call}: must be from 1 to {ALL_STEPS}")
     began = time.perf_counter()
     with compile_clock() as clock:
-        call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
+        call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh, drafter=drafter)
         _check(decoder, call, "trace=True" if trace else "")
         state = start(decoder, call.ctx)
         steps: list[TraceStep] = []
@@ -98,6 +100,11 @@ def _check(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
     if needs_prefix and not hasattr(decoder, "propose"):
         name = type(decoder).__name__
         raise ValueError(f"{needs_prefix}: {name} may revise its output until the end; use decode without it")
+    takes = getattr(decoder, "takes_drafter", False)
+    if takes != (call.ctx.drafter is not None):
+        name = type(decoder).__name__
+        remedy = "give decode(..., drafter=model)" if takes else "leave it out, or use Speculative()"
+        raise ValueError(f"drafter: {name} {'needs a second model' if takes else 'takes none'}; {remedy}")
     if check := getattr(decoder, "check", None):
         check(call.ctx)
 
@@ -200,6 +207,7 @@ def stream(
     prompts: Prompts,
     decoder: Decoder = Autoregressive(),
     *,
+    drafter: Model | None = None,
     max_new_tokens: int = 128,
     sampling: Sampling = Sampling(),
     stop: Stop = Stop(),
@@ -212,7 +220,7 @@ def stream(
     Raises:
       ValueError: as `decode`; also for a decoder that may revise its output until the end.
     """
-    call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh)
+    call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh, drafter=drafter)
     _check(decoder, call, "stream")
     return _stream(model, call, decoder)
 

@@ -40,13 +40,13 @@ def tree_mask(root: Array, reach: Array, capacity: int) -> Array:
 
     Args:
       root: i32[B], the slot of node 0.
-      reach: bool[B, W, W] from `ancestors`.
+      reach: bool[B, T, W], of the nodes that look, which of all W they look at (see `ancestors`).
       capacity: S.
 
     Returns:
-      bool[B, W, S].
+      bool[B, T, S].
     """
-    width = reach.shape[1]
+    width = reach.shape[2]
     node = jnp.arange(capacity)[None, :] - root[:, None]  # which node a slot holds, if any
     inside = (node >= 0) & (node < width)
     index = jnp.broadcast_to(jnp.clip(node, 0, width - 1)[:, None, :], (*reach.shape[:2], capacity))

@@ -18,7 +18,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decoding_jax.rows import ROW_FIELDS, Context
 from decoding_jax.sampling import Sampling, sampling_arrays
 from decoding_jax.stops import Automaton, Stop, stop_arrays, stop_automaton
-from decoding_jax.types import Model, PyTree
+from decoding_jax.types import Model
 
 Message = Mapping[str, str]
 Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
@@ -136,6 +136,7 @@ def prepare(
     row_ids: Sequence[int] | None,
     mesh: Mesh | None,
     sources: Sequence[Sequence[int]] | None = None,
+    drafter: Model | None = None,
 ) -> Call:
     """Checks a call and lays it out in buckets; see `decode` for the arguments.
 
@@ -151,6 +152,8 @@ def prepare(
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
     for i, prompt in enumerate(ids):
         check_length(model, prompt, max_new_tokens, f"prompts[{i}]")
+    if drafter is not None:
+        check_drafter(model, drafter, max(len(prompt) for prompt in ids) + max_new_tokens)
     if not _is_id(seed) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1")
     batch = len(ids)
@@ -185,8 +188,41 @@ def prepare(
         "sources": source_tokens,
         "source_lengths": source_lengths,
     }
-    ctx = Context(**host, model=model.spec)
-    return Call(_place(ctx, model.params, mesh), batch, automaton)
+    ctx = Context(**host, model=model.spec, drafter=None if drafter is None else drafter.spec)
+    return Call(_place(ctx, model, drafter, mesh), batch, automaton)
+
+
+def check_drafter(model: Model, drafter: Model, longest: int) -> None:
+    """ValueError where a draft model's tokens mean something else, or `longest` tokens do not fit into it."""
+    if (model.encode is None) != (drafter.encode is None) or model.start_id != drafter.start_id:
+        raise ValueError(
+            "drafter: the draft model and the target must both be decoder-only, or both encoder-decoders "
+            "with one start_id"
+        )
+    tables = [getattr(m.tokenizer, "token_bytes", None) for m in (model, drafter)]
+    if all(tables):
+        ours, theirs = tables
+        differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
+        if differ or len(ours) != len(theirs):
+            first = (
+                f"token {differ[0]} is {ours[differ[0]]!r} and {theirs[differ[0]]!r}"
+                if differ
+                else (f"they have {len(ours)} and {len(theirs)} tokens")
+            )
+            raise ValueError(
+                f"drafter: its vocabulary is not the target's ({first}); draft with a model that was "
+                "trained with the same tokenizer"
+            )
+    elif model.vocab_size != drafter.vocab_size:
+        raise ValueError(
+            f"drafter: its vocabulary has {drafter.vocab_size} ids and the target's {model.vocab_size}; "
+            "draft with a model of the same vocabulary"
+        )
+    if drafter.max_length is not None and longest > drafter.max_length:
+        raise ValueError(
+            f"drafter: its context is {drafter.max_length}, and the longest prompt and budget need {longest}; shorten "
+            "them, or draft with another model"
+        )
 
 
 def _lay_out_sources(
@@ -211,13 +247,14 @@ def _data_shards(mesh: Mesh | None) -> int:
     return mesh.shape["data"]
 
 
-def _place(ctx: Context, params: PyTree, mesh: Mesh | None) -> Context:
+def _place(ctx: Context, model: Model, drafter: Model | None, mesh: Mesh | None) -> Context:
     """Puts per-row arrays in parts along the mesh's data axis, everything else whole on every device.
 
     Params that already live on the mesh stay as they are; `load(placement=...)` puts them there once.
     """
+    weights = {"params": model.params, "drafter_params": () if drafter is None else drafter.params}
     if mesh is None:
-        return dataclasses.replace(jax.device_put(ctx), params=params)
+        return dataclasses.replace(jax.device_put(ctx), **weights)
     whole, split = NamedSharding(mesh, PartitionSpec()), NamedSharding(mesh, PartitionSpec("data"))
 
     def put(leaf: Any) -> Any:
@@ -227,4 +264,4 @@ def _place(ctx: Context, params: PyTree, mesh: Mesh | None) -> Context:
 
     rows = {name: jax.device_put(getattr(ctx, name), split) for name in ROW_FIELDS}
     shared = {name: jax.device_put(getattr(ctx, name), whole) for name in ("seed", "rules", "stops")}
-    return dataclasses.replace(ctx, **rows, **shared, params=jax.tree.map(put, params), rows_sharding=split)
+    return dataclasses.replace(ctx, **rows, **shared, **jax.tree.map(put, weights), rows_sharding=split)

@@ -8,13 +8,21 @@ from typing import Any, TypeVar
 
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.decoders.beam import Beam
+from decoding_jax.decoders.jacobi import Jacobi
+from decoding_jax.decoders.lookahead import Lookahead
 from decoding_jax.decoders.prompt_lookup import PromptLookup
+from decoding_jax.decoders.self_speculative import SelfSpeculative
+from decoding_jax.decoders.speculative import Speculative
 from decoding_jax.loop import Decoder
 
 DECODERS: Mapping[str, type[Decoder]] = {
     "autoregressive": Autoregressive,
     "beam": Beam,
+    "jacobi": Jacobi,
+    "lookahead": Lookahead,
     "prompt_lookup": PromptLookup,
+    "self_speculative": SelfSpeculative,
+    "speculative": Speculative,
 }
 
 T = TypeVar("T")
@@ -37,7 +45,7 @@ def make_decoder(name: str, settings: Mapping[str, Any]) -> Decoder:
     """The decoder called `name`, a key of `DECODERS`, with its settings.
 
     >>> make_decoder("prompt_lookup", {"num_draft": 4})
-    PromptLookup(num_draft=4, max_ngram=3, min_ngram=1, weak_draft=2)
+    PromptLookup(num_draft=4, max_ngram=3, min_ngram=1, weak_draft=2, num_matches=1)
 
     Raises:
       ValueError: no such decoder or setting, or a value that the decoder refuses.

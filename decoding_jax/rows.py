@@ -20,7 +20,7 @@ from decoding_jax.types import LENGTH, Array, Cache, Features, Inputs, ModelSpec
 
 @struct.dataclass
 class Context:
-    """Everything a call brings. All of it is traced but the last two, so changing a value compiles nothing.
+    """Everything a call brings. All of it is traced but the last three, so changing a value compiles nothing.
 
     Attributes:
       params: the model's weights.
@@ -35,7 +35,9 @@ class Context:
       stops: what ends a row.
       sources: i32[B, M], what an encoder-decoder encodes; None for other models.
       source_lengths: i32[B].
+      drafter_params: the weights of a second model that drafts.
       model: the static part of the model.
+      drafter: the static part of the second model; None where there is none.
       rows_sharding: how rows are split over devices; None on one device.
     """
 
@@ -50,8 +52,16 @@ class Context:
     stops: StopArrays
     sources: Array | None = None
     source_lengths: Array | None = None
+    drafter_params: PyTree = ()
     model: ModelSpec = struct.field(pytree_node=False, kw_only=True)
+    drafter: ModelSpec | None = struct.field(pytree_node=False, default=None)
     rows_sharding: NamedSharding | None = struct.field(pytree_node=False, default=None)
+
+    @property
+    def of_drafter(self) -> Context:
+        """The same call with the second model in the place of the model."""
+        assert self.drafter is not None
+        return dataclasses.replace(self, params=self.drafter_params, model=self.drafter)
 
     def apply(self, inputs: Inputs, cache: Any) -> Features:
         return self.model.apply(self.params, inputs, cache)
@@ -172,23 +182,17 @@ def prefill(ctx: Context, capacity: int) -> Cache:
     return jax.lax.fori_loop(0, -(-held.max() // chunk), fill, cache)
 
 
-def next_token(ctx: Context, rows: Rows, logits: Array) -> tuple[Array, Array]:
-    """The target's own draw after each row's prefix.
-
-    Args:
-      ctx: the call.
-      rows: the prefixes.
-      logits: f32[B, V], the model's, after each row's last token.
-
-    Returns:
-      Tokens i32[B], and their log-probabilities f32[B] under the model at temperature 1, before processors.
-    """
-    processed = sampling_lib.process_logits(
+def processed_logits(ctx: Context, rows: Rows, logits: Array) -> Array:
+    """Logits f32[B, V] after each row's last token, with bias, penalties and what is forbidden."""
+    return sampling_lib.process_logits(
         ctx.sampling, ctx.rules, logits, rows.tokens, ctx.prompt_lengths, rows.length, ctx.stops.ends
     )
-    tokens = sampling_lib.draw(ctx.sampling, ctx.seed, ctx.row_ids, rows.length, processed)
-    chosen = jnp.take_along_axis(logits, tokens[:, None], axis=1)[:, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=-1)
+
+
+def next_token(ctx: Context, rows: Rows, logits: Array) -> Array:
+    """The target's own draw i32[B] after each row's prefix, given the model's logits f32[B, V] there."""
+    processed = processed_logits(ctx, rows, logits)
+    return sampling_lib.draw(ctx.sampling, ctx.seed, ctx.row_ids, rows.length, processed)
 
 
 def commit(ctx: Context, rows: Rows, tokens: Array, log_probs: Array, active: Array) -> Rows:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -29,9 +29,10 @@ from flax import struct
 from decoding_jax.types import Array
 
 Number = float | Sequence[float] | np.ndarray
+TopK = Callable[[Array, int], tuple[Array, Array]]
 
 # What a draw is for; part of its key, so that two uses of one position never share noise.
-TARGET = 0
+TARGET, ACCEPTANCE, RESIDUAL = range(3)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -297,11 +298,11 @@ def noise_key(
     return key
 
 
-def position_noise(seed: Array, rows: Array, positions: Array, vocab_size: int) -> Array:
-    """Gumbel noise f32[B, V] of the target's own draw, for row ids i32[B] at positions i32[B]."""
+def position_noise(seed: Array, rows: Array, positions: Array, vocab_size: int, purpose: int = TARGET) -> Array:
+    """Gumbel noise f32[B, V] of a draw, for row ids i32[B] at positions i32[B]."""
 
     def one(row: Array, position: Array) -> Array:
-        return jax.random.gumbel(noise_key(seed, row, position), (vocab_size,), jnp.float32, mode="high")
+        return jax.random.gumbel(noise_key(seed, row, position, purpose), (vocab_size,), jnp.float32, mode="high")
 
     return jax.vmap(one)(rows, positions)
 
@@ -325,3 +326,62 @@ def draw(sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, l
 
     greedy_for_all = (sampling.temperature <= 0.0).all()
     return jax.lax.cond(greedy_for_all, lambda x: jnp.argmax(x, axis=-1), sample, logits).astype(jnp.int32)
+
+
+def draw_siblings(
+    sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, logits: Array, count: int, top_k: TopK
+) -> tuple[Array, Array, Array]:
+    """Draws several different tokens for one place: the children of a node of a draft tree.
+
+    They are the best of log q + noise (Gumbel-top-k, Kool et al. 2019), so they are drawn without replacement, and
+    the noise is that of the target's own draw there: a draft of the target's law proposes the target's token first.
+    At temperature 0 they are the best tokens of the draft.
+
+    Args:
+      sampling: settings of the rows.
+      seed: u32[].
+      rows, positions: i32[B], row ids and the positions that are filled.
+      logits: the draft's, processed, f32[B, V].
+      count: how many, at most V.
+      top_k: finds the best of f32[B, V].
+
+    Returns:
+      Tokens i32[B, count]; which of them the law can give, bool[B, count]; and the log of the law, f32[B, V].
+    """
+
+    def sample(logits: Array) -> tuple[Array, Array]:
+        law = filter_logits(sampling, logits)
+        noise = position_noise(seed, rows, positions, logits.shape[-1])
+        greedy = (sampling.temperature <= 0.0)[:, None]
+        return jnp.where(greedy, logits, law + noise), jax.nn.log_softmax(law)
+
+    def best_only(logits: Array) -> tuple[Array, Array]:
+        return logits, filter_logits(sampling, logits)
+
+    greedy_for_all = (sampling.temperature <= 0.0).all()
+    ranked, log_q = jax.lax.cond(greedy_for_all, best_only, sample, logits)
+    if count == 1:
+        tokens = jnp.argmax(ranked, axis=-1)[:, None]
+        values = jnp.take_along_axis(ranked, tokens, axis=1)
+    else:
+        values, tokens = top_k(ranked, count)
+    return tokens.astype(jnp.int32), values > -jnp.inf, log_q
+
+
+def acceptance_uniforms(seed: Array, rows: Array, positions: Array, count: int) -> Array:
+    """Uniforms f32[B, count] in [0, 1), one for each sibling that may be tried at a position; used nowhere else."""
+
+    def one(row: Array, position: Array) -> Array:
+        return jax.random.uniform(noise_key(seed, row, position, ACCEPTANCE), (count,), jnp.float32)
+
+    return jax.vmap(one)(rows, positions)
+
+
+def draw_residual(sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, law: Array) -> Array:
+    """Draws i32[B] from what a rejection left of the law f32[B, V], with noise that no other draw has used.
+
+    Tokens of probability 0 are never drawn. At temperature 0 the law is one-hot.
+    """
+    noise = position_noise(seed, rows, positions, law.shape[-1], RESIDUAL)
+    noise = jnp.where((sampling.temperature <= 0.0)[:, None], 0.0, noise)
+    return jnp.argmax(jnp.log(law) + noise, axis=-1).astype(jnp.int32)

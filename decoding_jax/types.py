@@ -99,6 +99,24 @@ class ModelSpec:
     vocab_size: int
     encode: EncodeFn | None = None
 
+    def view(
+        self,
+        *,
+        taps: Sequence[int] = (),
+        start: int = 0,
+        stop: int | None = None,
+        exit: int | None = None,
+        skip: Sequence[int] = (),
+        remat: bool = False,
+    ) -> ModelSpec:
+        """The same with other layers run; see `Model.view`."""
+        make = getattr(self.apply, "view", None)
+        if make is None:
+            raise ValueError(f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed")
+        selection = (tuple(taps), start, stop, exit, tuple(skip), remat)
+        encode = None if self.encode is None else self.encode.view(*selection)  # type: ignore[attr-defined]
+        return dataclasses.replace(self, apply=make(*selection), encode=encode)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Model:
@@ -162,21 +180,14 @@ class Model:
     def spec(self) -> ModelSpec:
         return ModelSpec(self.apply, self.readout, self.init_cache, self.vocab_size, self.encode)
 
-    def view(
-        self,
-        *,
-        taps: Sequence[int] = (),
-        start: int = 0,
-        stop: int | None = None,
-        skip: Sequence[int] = (),
-        remat: bool = False,
-    ) -> Model:
+    def view(self, **selection: Any) -> Model:
         """The same params and cache, with other layers run.
 
         Args:
           taps: layers whose outputs are returned in `Features.taps`, in this order.
           start: the first layer to run; `Inputs.embeds` then holds the features that enter it.
-          stop: the layer before which to leave.
+          stop: the layer before which to leave; what enters it is returned as it is.
+          exit: the layer before which to leave early: the last norm follows, so the features can be read out.
           skip: layers to leave out.
           remat: keep only the layers' inputs for a gradient and compute the rest again: less memory, a third
             more work.
@@ -184,12 +195,8 @@ class Model:
         Raises:
           ValueError: the model's `apply` cannot be viewed, or a layer does not exist.
         """
-        make = getattr(self.apply, "view", None)
-        if make is None:
-            raise ValueError(f"view: {self.apply!r} has no layers to choose from; only Transformers can be viewed")
-        selection = (tuple(taps), start, stop, tuple(skip), remat)
-        encode = None if self.encode is None else self.encode.view(*selection)  # type: ignore[attr-defined]
-        return dataclasses.replace(self, apply=make(*selection), encode=encode)
+        spec = self.spec.view(**selection)
+        return dataclasses.replace(self, apply=spec.apply, encode=spec.encode)
 
     def __repr__(self) -> str:
         count = sum(math.prod(np.shape(x)) for x in jax.tree.leaves(self.params))
@@ -303,6 +310,7 @@ class DecodeOutput:
       text: the new text of each row, cut before a stop string; None without a tokenizer.
       candidates: the n best of each row, for decoders that keep several.
       trace: the steps, if asked for.
+      lossless: whether the output follows the law of plain decoding with the same settings, by construction.
     """
 
     tokens: np.ndarray
@@ -313,6 +321,7 @@ class DecodeOutput:
     text: list[str] | None = None
     candidates: Candidates | None = None
     trace: Trace | None = None
+    lossless: bool = True
 
     def __repr__(self) -> str:
         rows = []

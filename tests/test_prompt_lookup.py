@@ -9,11 +9,11 @@ import pytest
 import zoo
 
 import decoding_jax as dj
-from decoding_jax.decoders.prompt_lookup import find_continuation
+from decoding_jax.decoders.prompt_lookup import rank_matches
 from decoding_jax.prepare import prepare
 
 SIZE = 16
-find = jax.jit(find_continuation, static_argnums=(2, 3))
+rank = jax.jit(rank_matches, static_argnums=(2, 3))
 
 
 def plain_search(row: list[int], max_ngram: int, min_ngram: int) -> int:
@@ -32,7 +32,8 @@ def test_lookup_finds_what_a_search_finds(max_ngram: int, min_ngram: int) -> Non
     for _ in range(200):
         buffer = rng.integers(0, 3, size=SIZE)
         length = int(rng.integers(1, SIZE + 1))
-        start, matched = map(int, find(jnp.asarray(buffer), jnp.asarray(length), max_ngram, min_ngram))
+        best = int(rank(jnp.asarray(buffer), jnp.asarray(length), max_ngram, min_ngram).max())
+        start, matched = (best % SIZE, best // SIZE) if best >= 0 else (length, 0)
         row = buffer[:length].tolist()
         assert start == plain_search(row, max_ngram, min_ngram)
         assert row[start - matched : start] == row[length - matched :] and (matched > 0) == (start < length)
@@ -58,6 +59,17 @@ def test_what_is_proposed(row: list[int], want: list[int]) -> None:
     ctx = prepare(zoo.bigram(10).model, [row], 8, dj.Sampling(), dj.Stop(), 0, None, None).ctx
     draft, _ = decoder.propose(ctx, decoder.init(ctx))
     assert draft.tokens[0][draft.verifiable[0]].tolist() == want
+
+
+def test_several_matches_are_one_tree() -> None:
+    """The two latest matches of [1, 2] go on with 4 and with 3; what they share is proposed once."""
+    decoder = dj.PromptLookup(num_draft=3, num_matches=2, min_ngram=2)
+    row = [1, 2, 3, 5, 1, 2, 3, 6, 1, 2]
+    ctx = prepare(zoo.bigram(10).model, [row], 8, dj.Sampling(), dj.Stop(), 0, None, None).ctx
+    draft, _ = decoder.propose(ctx, decoder.init(ctx))
+    assert draft.tokens[0].tolist() == [3, 6, 1, 3, 5, 1]
+    assert draft.verifiable[0].tolist() == [True, True, True, False, True, True]
+    assert draft.parents is not None and draft.parents[0].tolist() == [0, 1, 2, 0, 1, 5]
 
 
 def test_a_match_without_any_end_of_sequence_runs() -> None:

@@ -262,8 +262,8 @@ def rollout(ctx: Context, state: PrefixState, steps: int, capacity: int) -> Arra
         rows, cache = carry
         at = rows.length[:, None] - 1
         out = ctx.apply(Inputs(rows.last, at, causal_mask(at, capacity), slots=at), cache)
-        tokens, log_probs = next_token(ctx, rows, ctx.readout(out.hidden)[:, 0])
-        return (commit(ctx, rows, tokens, log_probs, ~rows.done), out.cache), tokens
+        tokens = next_token(ctx, rows, ctx.readout(out.hidden)[:, 0])
+        return (commit(ctx, rows, tokens, jnp.zeros(tokens.shape), ~rows.done), out.cache), tokens
 
     return jax.lax.scan(one, (state.rows, state.cache), None, length=steps)[1].T
 
@@ -279,10 +279,10 @@ class Oracle(Prefix):
     def num_nodes(self) -> int:
         return self.num_draft
 
-    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
         size = state.rows.tokens.shape[1] + self.num_nodes
         tokens = (rollout(ctx, state, self.num_draft, size) + self.shift) % ctx.model.vocab_size
-        return Draft(tokens, jnp.ones(tokens.shape, bool), depth=self.num_draft), state.carry
+        return Draft(tokens, jnp.ones(tokens.shape, bool), depth=self.num_draft), state
 
 
 Hostile = functools.partial(Oracle, shift=1)
@@ -354,7 +354,7 @@ class TreeLookup(Prefix):
         zeros = jnp.zeros_like(ctx.prompt_lengths)
         return Observed(zeros, zeros, zeros)
 
-    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
         size = state.rows.tokens.shape[1]
         depth = int(self.trees[0].depths.max())
         vocab = ctx.model.vocab_size
@@ -373,7 +373,7 @@ class TreeLookup(Prefix):
         tokens = (jnp.take_along_axis(own, depths - 1, axis=1) + shifts) % vocab
         verifiable = jnp.arange(self.num_nodes)[None] < count
         parents = jnp.asarray(self.trees[0].parents) if len(self.trees) == 1 else pick("parents")
-        return Draft(tokens, verifiable, parents, depth), state.carry
+        return Draft(tokens, verifiable, parents, depth=depth, siblings=self.num_nodes), state
 
     def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> PyTree:
         carry = state.carry.replace(emitted=state.carry.emitted + result.emitted)

@@ -186,7 +186,13 @@ class Trainer:
         plan, examples = self.data.plans["validation"], self.data.examples["validation"]
         params = self.state.decoding
         batches = (rows_of_process(plan.batch(i), *self.layout.share) for i in range(plan.batches_per_epoch))
-        sums = [self.evaluate_batch(params, to_devices(rows, self.layout), self.untaught) for rows in batches]
+        sums = []
+        for rows in batches:
+            sums.append(self.evaluate_batch(params, to_devices(rows, self.layout), self.untaught))
+            if self.layout.mesh.size > 1 and jax.default_backend() == "cpu":
+                # XLA's CPU devices share their threads: two programs in flight can each hold those that the other's
+                # collectives wait for, for ever.
+                jax.block_until_ready(sums[-1])
         sums = jax.device_get(sums)  # at the end, so that the devices never wait for the host
         total, count = (sum(float(part["nats_per_token"][i]) for part in sums) for i in (0, 1))
         hits = sum(float(part["accuracy"][0]) for part in sums)

@@ -7,15 +7,14 @@ from flax import struct
 
 from decoding_jax.decoders.prefix import Draft, Prefix, PrefixState
 from decoding_jax.rows import Context
-from decoding_jax.types import PyTree
 
 
 @struct.dataclass
 class Autoregressive(Prefix):
     """Draws each token from the model's law given everything before it; greedy at temperature 0."""
 
-    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
         """Proposes nothing."""
         del ctx
         batch = state.rows.length.shape[0]
-        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state.carry
+        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state

@@ -15,6 +15,7 @@ cache then holds everything committed but the last token, which is the next roun
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,7 @@ from decoding_jax.cache import compact_path, read_slots
 from decoding_jax.masks import ancestors, causal_mask, tree_mask
 from decoding_jax.rows import Context, Rows, prefill, start_rows
 from decoding_jax.types import FINISH_REASONS, Array, Cache, DecodeOutput, Inputs, PyTree, Stats
-from decoding_jax.verify import Nodes, coupled
+from decoding_jax.verify import Coupled, Nodes, Rule, verify
 
 
 @struct.dataclass
@@ -37,13 +38,21 @@ class Draft:
       verifiable: bool[B, W], the proposals that count; a row may have fewer than W.
       parents: None for a chain. For a tree i32[W] or i32[B, W], each proposal's parent: 0 is the last
         committed token, i + 1 is proposal i. A parent comes before its children, and siblings differ.
+      log_q: f32[B, P, V], the log of the law that the children of nodes 0 .. P - 1 were drawn from; None
+        where nothing was drawn.
       depth: the most proposals on any path.
+      siblings: the most children of a node.
+      riders: how many of the proposals, the first ones, are never verified: they are scored in the same call
+        for the method's own use.
     """
 
     tokens: Array
     verifiable: Array
     parents: Array | None = None
+    log_q: Array | None = None
     depth: int = struct.field(pytree_node=False, default=0)
+    siblings: int = struct.field(pytree_node=False, default=1)
+    riders: int = struct.field(pytree_node=False, default=0)
 
 
 @struct.dataclass
@@ -53,14 +62,20 @@ class Accepted:
     Attributes:
       emitted: i32[B], how many tokens; they are rows.tokens[length - emitted : length].
       accepted: i32[B], those of them that had been proposed.
+      path: i32[B, depth], the accepted nodes by depth; W + 1 past the last one.
       hidden: [B, depth + 1, D], the features that each emitted token was drawn from.
       taps: the inner layers' outputs at the same places.
+      scored: [B, W + 1, D], the features of all nodes; zeros for those that the round's width left out.
+      logits: f32[B, W + 1, V], of all nodes, for methods that ask for them by `reads_logits`; else None.
     """
 
     emitted: Array
     accepted: Array
+    path: Array
     hidden: Array
     taps: tuple[Array, ...]
+    scored: Array
+    logits: Array | None = None
 
 
 @struct.dataclass
@@ -81,6 +96,7 @@ class PrefixState:
     cache: Cache
     carry: PyTree
     model_calls: Array
+    draft_calls: Array
     drafted: Array
     accepted: Array
     record: StepRecord
@@ -94,8 +110,17 @@ class Prefix:
     """Base of the methods that grow a prefix. Subclasses are flax.struct dataclasses.
 
     A method supplies `num_nodes` and `propose`, and where it remembers something between rounds also
-    `begin` and `observe`.
+    `begin` and `observe`. One that drafts with a second model says so in `takes_drafter`; one that learns from
+    what the target says of every proposal, in `reads_logits` (it then has one width and no riders).
     """
+
+    takes_drafter = False
+    reads_logits = False
+
+    @property
+    def rule(self) -> Rule:
+        """How proposals are accepted."""
+        return Coupled()
 
     @property
     def num_nodes(self) -> int:
@@ -113,8 +138,8 @@ class Prefix:
         del ctx
         return ()
 
-    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
-        """The draft of this round, and the carry."""
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
+        """The draft of this round, and the state with what drafting has changed: `carry`, `draft_calls`, `cache`."""
         raise TypeError(f"{type(self).__name__} does not say what it proposes")
 
     def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> PyTree:
@@ -132,6 +157,7 @@ class Prefix:
             cache=prefill(ctx, size + self.num_nodes),
             carry=self.begin(ctx),
             model_calls=zeros,
+            draft_calls=zeros,
             drafted=zeros,
             accepted=zeros,
             record=StepRecord(jnp.zeros(shape, jnp.int32), jnp.zeros(shape, bool), zeros, zeros),
@@ -140,24 +166,24 @@ class Prefix:
     def step(self, ctx: Context, state: PrefixState) -> PrefixState:
         """One round. Every row that is not done gains at least one token."""
         rows = state.rows
-        draft, carry = self.propose(ctx, state)
+        draft, state = self.propose(ctx, state)
         nodes, node_depth, reach = _lay_out(rows, draft)
         within = (ctx.limits - rows.length)[:, None] >= node_depth
-        nodes = nodes._replace(verifiable=nodes.verifiable & within & ~rows.done[:, None])
+        nodes = dataclasses.replace(nodes, verifiable=nodes.verifiable & within & ~rows.done[:, None])
 
         used = jnp.where(nodes.verifiable, jnp.arange(nodes.tokens.shape[1]), 0).max()
         branch = sum((used > width).astype(jnp.int32) for width in self.widths[:-1])
         score = [
-            lambda nodes, state, width=width: _score(ctx, state, nodes, node_depth, reach, width, draft)
+            lambda nodes, state, width=width: _score(ctx, state, nodes, node_depth, reach, width, draft, self)
             for width in self.widths
         ]
         verdict_rows, cache, result = jax.lax.switch(branch, score, nodes, state)
 
         verifiable = nodes.verifiable[:, 1:]
-        state = PrefixState(
+        state = dataclasses.replace(
+            state,
             rows=verdict_rows,
             cache=cache,
-            carry=carry,
             model_calls=state.model_calls + (~rows.done).astype(jnp.int32),
             drafted=state.drafted + verifiable.sum(axis=1, dtype=jnp.int32),
             accepted=state.accepted + result.accepted,
@@ -167,7 +193,8 @@ class Prefix:
 
     def finalize(self, ctx: Context, state: PrefixState) -> DecodeOutput:
         """Cuts the new tokens out of the rows (on the host)."""
-        return output_of_rows(ctx, state.rows, state.model_calls, state.drafted, state.accepted)
+        counters = state.model_calls, state.draft_calls, state.drafted, state.accepted
+        return output_of_rows(ctx, state.rows, *counters, lossless=self.rule.lossless)
 
 
 def _lay_out(rows: Rows, draft: Draft) -> tuple[Nodes, Array, Array | None]:
@@ -184,6 +211,8 @@ def _lay_out(rows: Rows, draft: Draft) -> tuple[Nodes, Array, Array | None]:
         tokens=jnp.concatenate([rows.last, draft.tokens], axis=1),
         parents=parents,
         verifiable=jnp.pad(draft.verifiable, ((0, 0), (1, 0))),
+        log_q=draft.log_q,
+        siblings=draft.siblings,
     )
     return nodes, depth, reach
 
@@ -196,38 +225,58 @@ def _score(
     reach: Array | None,
     width: int,
     draft: Draft,
+    method: Prefix,
 ) -> tuple[Rows, Cache, Accepted]:
     """Scores the root and the first `width` proposals in one call, verifies, and compacts the cache."""
-    rows, size = state.rows, width + 1
-    nodes = Nodes(*(part[:, :size] for part in nodes))
-    capacity = rows.tokens.shape[1] + draft.tokens.shape[1]
+    rows, size, whole = state.rows, width + 1, draft.tokens.shape[1] + 1
+    nodes = dataclasses.replace(
+        nodes, **{name: getattr(nodes, name)[:, :size] for name in ("tokens", "parents", "verifiable")}
+    )
+    capacity = rows.tokens.shape[1] + whole - 1
     root = rows.length - 1
-    kept = nodes.verifiable.at[:, 0].set(True) & ~rows.done[:, None]
+    index = jnp.arange(size)[None]
+    kept = (nodes.verifiable | (index <= draft.riders)) & ~rows.done[:, None]
     positions = root[:, None] + depth[:, :size]
     inputs = Inputs(
         tokens=nodes.tokens,
         positions=positions,
         mask=(causal_mask(positions, capacity) if reach is None else tree_mask(root, reach[:, :size, :size], capacity)),
-        slots=jnp.where(kept, root[:, None] + jnp.arange(size)[None], capacity),
+        slots=jnp.where(kept, root[:, None] + index, capacity),
     )
     out = ctx.apply(inputs, state.cache)
-    levels = min(width, draft.depth)
-    verdict = coupled(ctx, rows, nodes, ctx.readout(out.hidden), levels)
+    levels = min(width - draft.riders, draft.depth)
+    verified, logits = _verified(nodes, ctx.readout, out.hidden, draft.riders)
+    verdict = verify(ctx, rows, verified, logits, levels, method.rule)
 
+    path = jnp.where(verdict.path < size - draft.riders, verdict.path + draft.riders, whole)
     cache = out.cache
     if reach is not None and levels:
-        slots = jnp.where(verdict.path < size, root[:, None] + verdict.path, capacity)
-        cache = compact_path(cache, root, slots)
-    drawn_from = jnp.pad(verdict.path, ((0, 0), (1, draft.depth - levels))).clip(0, width)
+        cache = compact_path(cache, root, jnp.where(path < whole, root[:, None] + path, capacity))
+    drawn_from = jnp.pad(jnp.where(path < whole, path, 0), ((0, 0), (1, draft.depth - levels)))
     hidden, taps = jax.tree.map(lambda x: read_slots(x, drawn_from), (out.hidden, out.taps))
-    return verdict.rows, cache, Accepted(verdict.emitted, verdict.accepted, hidden, taps)
+    path = jnp.pad(path, ((0, 0), (0, draft.depth - levels)), constant_values=whole)
+    scored = jnp.pad(out.hidden, ((0, 0), (0, whole - size), (0, 0)))
+    result = Accepted(verdict.emitted, verdict.accepted, path, hidden, taps, scored)
+    return verdict.rows, cache, dataclasses.replace(result, logits=logits if method.reads_logits else None)
 
 
-def output_of_rows(ctx: Context, rows: Rows, model_calls: Array, drafts: Array, kept: Array) -> DecodeOutput:
+def _verified(nodes: Nodes, readout: Callable[[Array], Array], hidden: Array, riders: int) -> tuple[Nodes, Array]:
+    """The nodes that are verified, without the riders, and their logits."""
+    if not riders:
+        return nodes, readout(hidden)
+    cut = lambda x: jnp.concatenate([x[:, :1], x[:, riders + 1 :]], axis=1)
+    parents = jnp.maximum(cut(nodes.parents) - riders, 0)
+    nodes = dataclasses.replace(nodes, tokens=cut(nodes.tokens), parents=parents, verifiable=cut(nodes.verifiable))
+    return nodes, readout(cut(hidden))
+
+
+def output_of_rows(
+    ctx: Context, rows: Rows, model_calls: Array, draft_calls: Array, drafts: Array, kept: Array, *, lossless: bool
+) -> DecodeOutput:
     """The new part of each row as numpy arrays i32[B, budget]."""
     tokens, log_probs, length, reason = jax.device_get((rows.tokens, rows.log_probs, rows.length, rows.reason))
     start, limits = jax.device_get((ctx.prompt_lengths, ctx.limits))
-    calls, drafted, accepted = jax.device_get((model_calls, drafts, kept))
+    calls, second_calls, drafted, accepted = jax.device_get((model_calls, draft_calls, drafts, kept))
     lengths = length - start
     at = np.arange(max(int((limits - start).max()), 0))
     index = np.minimum(start[:, None] + at, tokens.shape[1] - 1)
@@ -239,9 +288,10 @@ def output_of_rows(ctx: Context, rows: Rows, model_calls: Array, drafts: Array, 
         finish_reason=[FINISH_REASONS[r] for r in reason],
         stats=Stats(
             model_calls=calls,
-            draft_calls=np.zeros_like(calls),
+            draft_calls=second_calls,
             drafted=drafted,
             accepted=accepted,
             tokens=lengths,
         ),
+        lossless=lossless,
     )

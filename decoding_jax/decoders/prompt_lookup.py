@@ -6,13 +6,15 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from decoding_jax.cache import read_slots
 from decoding_jax.decoders.prefix import Draft, Prefix, PrefixState
 from decoding_jax.rows import Context
-from decoding_jax.types import Array, PyTree
+from decoding_jax.trees import merge_chains
+from decoding_jax.types import Array
 
 
-def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: int) -> tuple[Array, Array]:
-    """Where the copy starts: behind the longest, then latest, earlier occurrence of a row's last tokens.
+def rank_matches(tokens: Array, length: Array, max_ngram: int, min_ngram: int) -> Array:
+    """Ranks the places of a row to copy from: behind the longest, then latest, earlier occurrence of its last tokens.
 
     Args:
       tokens: i32[N], one row.
@@ -20,12 +22,12 @@ def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: i
       max_ngram, min_ngram: the longest match that is looked for and the shortest that counts.
 
     Returns:
-      i32[], the index of the first token to copy (`length` where nothing matches), and i32[], the length of
-      the match (0 where nothing matches).
+      i32[N], for each index as the first token to copy: the match's length * N + the index; -1 where nothing matches.
 
     >>> row = jnp.asarray([5, 1, 2, 7, 5, 1, 2, 0, 0])
-    >>> [int(x) for x in find_continuation(row, jnp.asarray(7), 3, 1)]  # [5, 1, 2] stands at 0: copy from 3
-    [3, 3]
+    >>> ranks = rank_matches(row, jnp.asarray(7), 3, 1)  # [5, 1, 2] stands at 0: copy from 3
+    >>> int(ranks.argmax()), int(ranks.max()) // 9
+    (3, 3)
     """
     start = jnp.arange(tokens.shape[0])
     back = jnp.arange(1, max_ngram + 1)
@@ -34,9 +36,7 @@ def find_continuation(tokens: Array, length: Array, max_ngram: int, min_ngram: i
     same = (earlier == tail[None]) & (start[:, None] >= back[None]) & (length >= back)[None]
     matched = jnp.cumprod(same, axis=1, dtype=jnp.int32).sum(axis=1)
     usable = (start < length) & (matched >= min_ngram)
-    best = jnp.argmax(jnp.where(usable, matched * tokens.shape[0] + start, -1))
-    found = usable.any()
-    return jnp.where(found, best, length).astype(jnp.int32), jnp.where(found, matched[best], 0)
+    return jnp.where(usable, matched * tokens.shape[0] + start, -1).astype(jnp.int32)
 
 
 @struct.dataclass
@@ -53,12 +53,14 @@ class PromptLookup(Prefix):
       max_ngram: the most last tokens that are matched.
       min_ngram: the fewest that count as a match.
       weak_draft: the most tokens copied after a match of one token; num_draft or more: no difference.
+      num_matches: how many matches are copied from; more than one are verified as a tree, in one call.
     """
 
     num_draft: int = struct.field(pytree_node=False, default=8)
     max_ngram: int = struct.field(pytree_node=False, default=3)
     min_ngram: int = struct.field(pytree_node=False, default=1)
     weak_draft: int = struct.field(pytree_node=False, default=2)
+    num_matches: int = struct.field(pytree_node=False, default=1)
 
     def __post_init__(self) -> None:
         if self.num_draft < 1:
@@ -67,30 +69,36 @@ class PromptLookup(Prefix):
             raise ValueError(
                 f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram"
             )
-
+        if self.num_matches < 1:
+            raise ValueError(f"num_matches={self.num_matches}: must be at least 1")
         if self.weak_draft < 1:
             raise ValueError(f"weak_draft={self.weak_draft}: must be at least 1; min_ngram=2 leaves weak matches out")
 
     @property
     def num_nodes(self) -> int:
-        """W = K."""
-        return self.num_draft
+        """W = K for each match."""
+        return self.num_draft * self.num_matches
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """No match, weak matches, ends of rows, full drafts."""
-        return tuple(sorted({0, min(self.weak_draft, self.num_draft), self.num_draft // 2, self.num_draft}))
+        """No match, weak matches, ends of rows, one full draft, all."""
+        one = {0, min(self.weak_draft, self.num_draft), self.num_draft // 2, self.num_draft}
+        return tuple(sorted(one | {self.num_nodes}))
 
-    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PyTree]:
-        """A chain of copied tokens, or nothing where nothing matches."""
-        del ctx
-
-        def copy(tokens: Array, length: Array) -> tuple[Array, Array]:
-            start, matched = find_continuation(tokens, length, self.max_ngram, self.min_ngram)
-            index = jnp.arange(self.num_draft)
-            copied = jnp.take(tokens, start + index % jnp.maximum(length - start, 1), mode="clip")
-            longest = jnp.where(matched > 1, self.num_draft, self.weak_draft)
-            return copied, (matched > 0) & (index < longest)
-
-        tokens, verifiable = jax.vmap(copy)(state.rows.tokens, state.rows.length)
-        return Draft(tokens, verifiable, depth=self.num_draft), state.carry
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
+        """Copied tokens: a chain for each match, or nothing where nothing matches."""
+        tokens, length = state.rows.tokens, state.rows.length
+        size = tokens.shape[1]
+        rank = jax.vmap(lambda row, end: rank_matches(row, end, self.max_ngram, self.min_ngram))
+        ranks, _ = ctx.top_k(rank(tokens, length), self.num_matches)
+        start, matched = ranks % size, ranks // size
+        step = jnp.arange(self.num_draft)[None, None]
+        # A copy that reaches the end of the row goes on with what it has copied.
+        period = jnp.maximum(length[:, None] - start, 1)[:, :, None]
+        at = (start[:, :, None] + step % period).reshape(-1, self.num_nodes)
+        chains = read_slots(tokens, at).reshape(-1, self.num_matches, self.num_draft)
+        longest = jnp.where(matched > 1, self.num_draft, jnp.where(matched > 0, self.weak_draft, 0))
+        if self.num_matches == 1:
+            return Draft(chains[:, 0], step[0] < longest, depth=self.num_draft), state
+        nodes, parents, new = merge_chains(chains, longest)
+        return Draft(nodes, new, parents, depth=self.num_draft, siblings=self.num_matches), state

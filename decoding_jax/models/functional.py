@@ -29,6 +29,7 @@ class ModuleApply:
     """`apply` of a module with the call signature (inputs, cache, view) -> Features."""
 
     graphdef: Any
+    num_layers: int
     selection: View = dataclasses.field(default_factory=View)
 
     def __call__(self, params: PyTree, inputs: Inputs, cache: Any) -> Features:
@@ -36,8 +37,10 @@ class ModuleApply:
             return nnx.merge(self.graphdef, params)(inputs, cache, self.selection)
 
     def view(self, *selection: Any) -> ModuleApply:
-        """The same with other layers run; the fields of `View`."""
-        return dataclasses.replace(self, selection=View(*selection))
+        """The same with other layers run; the fields of `View`. ValueError where there is no such layer."""
+        view = View(*selection)
+        view.layers(self.num_layers)
+        return dataclasses.replace(self, selection=view)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +91,7 @@ def transformer_spec(config: TransformerConfig, dtype: Any = jnp.float32, view: 
     """The static part of a Transformer that computes in `dtype`."""
     graphdef, _ = abstract_transformer(config, dtype)
     return ModelSpec(
-        apply=ModuleApply(graphdef, view),
+        apply=ModuleApply(graphdef, config.num_layers, view),
         readout=ModuleReadout(graphdef),
         init_cache=TransformerInitCache(config, jnp.dtype(dtype)),
         vocab_size=config.vocab_size,

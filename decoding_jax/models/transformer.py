@@ -91,14 +91,19 @@ class View:
     taps: tuple[int, ...] = ()
     start: int = 0
     stop: int | None = None
+    exit: int | None = None
     skip: tuple[int, ...] = ()
     remat: bool = False
 
     def layers(self, num_layers: int) -> list[int]:
         """The layers to run, in order."""
-        stop = num_layers if self.stop is None else self.stop
-        if not 0 <= self.start <= stop <= num_layers:
-            raise ValueError(f"view(start={self.start}, stop={self.stop}): the model has layers 0..{num_layers - 1}")
+        ends = {name: end for name in ("stop", "exit") if (end := getattr(self, name)) is not None}
+        stop = min([num_layers, *ends.values()])
+        bad = [i for i in (self.start, *ends.values()) if not 0 <= i <= num_layers]
+        if bad or self.start > stop or any(not 0 <= i < num_layers for i in self.skip):
+            given = {"start": self.start, **ends, "skip": self.skip}
+            named = ", ".join(f"{name}={value}" for name, value in given.items() if value)
+            raise ValueError(f"view({named}): the model has layers 0..{num_layers - 1}")
         run = [i for i in range(self.start, stop) if i not in self.skip]
         if missing := [i for i in self.taps if i not in run]:
             raise ValueError(f"view(taps={self.taps}): layers {missing} are not run by this view")

@@ -1,0 +1,263 @@
+"""Drafting with a model, level by level: what `Speculative` and `SelfSpeculative` share.
+
+The draft model feeds the nodes of one level of the draft's shape and draws the next level from what it says of
+them. A chain is a shape whose levels have one node. All levels but the first are one scanned body, so a longer
+draft compiles no longer; a level that no row asks for is skipped.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from decoding_jax.cache import read_slots
+from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
+from decoding_jax.masks import causal_mask, tree_mask
+from decoding_jax.rows import Context, Rows
+from decoding_jax.sampling import draw_siblings, process_logits
+from decoding_jax.trees import Tree
+from decoding_jax.types import Array, Inputs, PyTree
+from decoding_jax.verify import RULES, Rejection, Rule
+
+
+@struct.dataclass
+class AcceptanceHistory:
+    """How often a row's drafts were kept, older rounds counting less: f32[B] each."""
+
+    kept: Array
+    tried: Array
+
+
+@struct.dataclass
+class ModelDraft(Prefix):
+    """Base of the methods that draft with a model. See `Speculative` for the settings."""
+
+    num_draft: int = struct.field(pytree_node=False, default=5)
+    acceptance: str = struct.field(pytree_node=False, default="coupled")
+    tree: Tree | None = struct.field(pytree_node=False, default=None)
+    adaptive: bool = struct.field(pytree_node=False, default=False)
+    draft_cost: float | Array = 0.1
+    position_cost: float | Array = 0.02
+    min_confidence: float | Array = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_draft < 1:
+            raise ValueError(f"num_draft={self.num_draft}: must be at least 1; Autoregressive drafts nothing")
+        if self.acceptance not in RULES:
+            raise ValueError(f"acceptance={self.acceptance!r}: must be one of {', '.join(RULES)}")
+
+    @property
+    def shape(self) -> Tree:
+        """The draft's shape: the tree, or a chain of `num_draft`."""
+        return self.tree or Tree(tuple((0,) * depth for depth in range(1, self.num_draft + 1)))
+
+    @property
+    def num_nodes(self) -> int:
+        """W: the nodes of the tree, or K."""
+        return self.shape.size
+
+    @property
+    def rule(self) -> Rule:
+        """The rule called `acceptance`."""
+        return RULES[self.acceptance]
+
+    def no_history(self, ctx: Context) -> AcceptanceHistory:
+        """The history of rows that have none yet: as if one token had been tried, and 0.7 of it kept."""
+        ones = jnp.ones(ctx.prompt_lengths.shape, jnp.float32)
+        return AcceptanceHistory(kept=ones * 0.7, tried=ones)
+
+    def lengths(self, history: AcceptanceHistory) -> Array:
+        """i32[B], how deep each row drafts: the depth that gains the most tokens for its time, by its history.
+
+        With a chance a of keeping each token, k drafts give (1 - a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023)
+        and cost 1 + k (draft_cost + position_cost) calls.
+        """
+        depth = self.shape.depth
+        if not self.adaptive:
+            return jnp.full(history.kept.shape, depth, jnp.int32)
+        chance = history.kept / history.tried
+        drafts = jnp.arange(1, depth + 1, dtype=jnp.float32)
+        gained = 1.0 + jnp.cumsum(chance[:, None] ** drafts[None], axis=1)
+        cost = 1.0 + drafts * (self.draft_cost + self.position_cost)
+        return (jnp.argmax(gained / cost[None], axis=1) + 1).astype(jnp.int32)
+
+    def learn(self, history: AcceptanceHistory, state: PrefixState, result: Accepted) -> AcceptanceHistory:
+        """The history with the newest round; rows that took no part keep theirs."""
+        depths = jnp.asarray([len(path) for path in self.shape.paths])
+        drafted = jnp.where(state.record.verifiable, depths[None], 0).max(axis=1)
+        # The first token that was not kept was tried; those behind it were not.
+        tried = jnp.minimum(result.accepted + 1, drafted).astype(jnp.float32)
+        kept = result.accepted.astype(jnp.float32)
+        mix = lambda old, new: jnp.where(result.emitted > 0, _FORGET * old + new, old)
+        return AcceptanceHistory(kept=mix(history.kept, kept), tried=mix(history.tried, tried))
+
+    def draft(
+        self, ctx: Context, rows: Rows, cache: PyTree, lengths: Array, committed: int
+    ) -> tuple[Draft, PyTree, Array]:
+        """Drafts behind each row's prefix.
+
+        Args:
+          ctx: the call, with the draft model in the place of the model.
+          rows: the prefixes.
+          cache: the draft model's, which holds all but the last `committed` tokens of each row.
+          lengths: i32[B], how deep each row drafts.
+          committed: 1 or 2.
+
+        Returns:
+          The draft, the cache, and how many calls of the draft model were made, i32[].
+        """
+        shape, vocab_size = self.shape, ctx.rules.bias.shape[0]
+        levels, batch = shape.levels, rows.length.shape[0]
+        width = max(map(len, levels[1:]))
+        with_law = isinstance(self.rule, Rejection)
+        capacity = rows.tokens.shape[1] + shape.size
+        plan = _plan(shape, width)
+
+        def draw(hidden: Array, carry: _Drafting, level: PyTree) -> _Drafting:
+            """The next level's tokens, from features [B, M, D] of this one."""
+            columns = hidden.shape[1]
+            logits = _fit(ctx.readout(hidden), vocab_size).reshape(batch * columns, vocab_size)
+            each = ctx.repeat_rows(columns) if columns > 1 else ctx
+            at = jnp.repeat(rows.length + level["depth"], columns)
+            history = jax.vmap(lambda row, path, end: jax.lax.dynamic_update_slice(row, path, (end,)))(
+                jnp.repeat(jnp.pad(rows.tokens, ((0, 0), (0, shape.depth))), columns, axis=0),
+                carry.paths[:, :columns].reshape(batch * columns, shape.depth),
+                jnp.repeat(rows.length, columns),
+            )
+            processed = process_logits(
+                each.sampling, ctx.rules, logits, history, each.prompt_lengths, at, ctx.stops.ends
+            )
+            tokens, possible, log_q = draw_siblings(
+                each.sampling, ctx.seed, each.row_ids, at, processed, shape.siblings, ctx.top_k
+            )
+            own = jnp.take_along_axis(logits, tokens, axis=1) - jax.nn.logsumexp(logits, axis=1, keepdims=True)
+            per_level = lambda x: x.reshape(batch, columns, -1)
+            column = jnp.minimum(level["parent"], columns - 1)
+            pick = lambda x: per_level(x)[:, column, level["rank"]]
+            drawn, sure = pick(tokens), pick(jnp.exp(own) >= self.min_confidence)
+            going = carry.going[:, column]
+            paths = carry.paths[:, column].at[:, :, level["depth"]].set(drawn)
+            wanted = (lengths > level["depth"])[:, None] & ~rows.done[:, None]
+            count = going & wanted & pick(possible) & level["is_child"][None]
+            start = level["start"]
+            put = lambda buffer, x, at: jax.lax.dynamic_update_slice(buffer, x, (0, at, *[0] * (x.ndim - 2)))
+            return _Drafting(
+                tokens=put(carry.tokens, drawn, start),
+                verifiable=put(carry.verifiable, count, start),
+                laws=put(carry.laws, per_level(log_q), level["parents_start"]) if with_law else carry.laws,
+                level=drawn,
+                # A draft is dropped for what stands before it, never for its own value: that would bias the law.
+                going=count & sure,
+                paths=paths,
+            )
+
+        carry = _Drafting(
+            tokens=jnp.zeros((batch, shape.size + 1 + width), jnp.int32),
+            verifiable=jnp.zeros((batch, shape.size + 1 + width), bool),
+            laws=jnp.zeros((batch, shape.size + 1 + width if with_law else 0, vocab_size), jnp.float32),
+            level=jnp.broadcast_to(rows.last, (batch, width)),
+            going=jnp.ones((batch, width), bool),
+            paths=jnp.zeros((batch, width, shape.depth), jnp.int32),
+        )
+        root = rows.length - 1
+
+        # The first call feeds what the cache does not hold for certain; writing a slot again changes nothing.
+        at = root[:, None] - jnp.arange(committed)[None, ::-1]
+        inputs = Inputs(
+            tokens=read_slots(rows.tokens, jnp.maximum(at, 0)),
+            positions=at,
+            mask=causal_mask(at, capacity),
+            slots=jnp.where((at >= 0) & ~rows.done[:, None], at, capacity),
+        )
+        out = ctx.apply(inputs, cache)
+        carry = draw(out.hidden[:, -1:], carry, jax.tree.map(lambda x: x[0], plan))
+
+        def feed(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[_Drafting, PyTree]:
+            drafting, cache = carry
+            node = level["node"][None]
+            is_node = node <= shape.size
+            inputs = Inputs(
+                tokens=drafting.level,
+                positions=jnp.broadcast_to(root[:, None] + level["depth"], (batch, width)),
+                mask=tree_mask(root, jnp.broadcast_to(level["reach"], (batch, *level["reach"].shape)), capacity),
+                slots=jnp.where(drafting.going & is_node, root[:, None] + node, capacity),
+            )
+            out = ctx.apply(inputs, cache)
+            return draw(out.hidden, drafting, level), out.cache
+
+        def next_level(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[tuple[_Drafting, PyTree], Array]:
+            needed = ((lengths > level["depth"]) & carry[0].going.any(axis=1)).any()
+            return jax.lax.cond(needed, feed, lambda carry, _: carry, carry, level), needed.astype(jnp.int32)
+
+        rest = jax.tree.map(lambda x: x[1:], plan)
+        (carry, cache), fed = jax.lax.scan(next_level, (carry, out.cache), rest)
+        draft = Draft(
+            tokens=carry.tokens[:, 1 : shape.size + 1],
+            verifiable=carry.verifiable[:, 1 : shape.size + 1],
+            parents=None if self.tree is None else jnp.asarray(shape.parents, jnp.int32),
+            log_q=carry.laws[:, : levels[-1][0]] if with_law else None,
+            depth=shape.depth,
+            siblings=shape.siblings,
+        )
+        return draft, cache, 1 + fed.sum()
+
+
+_FORGET = 0.9  # what a round counts for in the next one: the history remembers about ten rounds
+
+
+@struct.dataclass
+class _Drafting:
+    """A draft in the making: buffers by node, and of the newest level (padded to M columns) its tokens, which of
+    them are drafted on from, and the tokens on the way to each."""
+
+    tokens: Array
+    verifiable: Array
+    laws: Array
+    level: Array
+    going: Array
+    paths: Array
+
+
+def _plan(shape: Tree, width: int) -> PyTree:
+    """For each depth from 0: its nodes by column, who sees whom, and how the next level hangs on them.
+
+    Buffers by node are written in slices of M columns. What a slice writes past its level's end is written over by
+    the next level's.
+    """
+    levels, reach = shape.levels, np.pad(shape.reach, ((0, width), (0, width)))
+    parents, ranks = np.array([0, *shape.parents]), np.array([0, *(path[-1] for path in shape.paths)])
+    rows = []
+    for depth, (nodes, children) in enumerate(itertools.pairwise(levels)):
+        spare = np.arange(shape.size + 1, shape.size + 1 + width)  # columns without a node
+        node = np.concatenate([nodes, spare])[:width]
+        pad = lambda x: np.pad(x, (0, width - len(x)))
+        rows.append(
+            {
+                "depth": np.int32(depth),
+                "node": node.astype(np.int32),
+                "reach": reach[node][:, : shape.size + 1],
+                "parent": pad(parents[children] - nodes[0]).astype(np.int32),
+                "rank": pad(ranks[children]).astype(np.int32),
+                "is_child": np.arange(width) < len(children),
+                "start": np.int32(children[0]),
+                "parents_start": np.int32(nodes[0]),
+            }
+        )
+    return jax.tree.map(lambda *x: jnp.asarray(np.stack(x)), *rows)
+
+
+def _fit(logits: Array, vocab_size: int) -> Array:
+    """Logits [..., V'] of a draft model whose vocabulary is padded otherwise: ids that it lacks are never drafted."""
+    missing = max(vocab_size - logits.shape[-1], 0)
+    pad = [(0, 0)] * (logits.ndim - 1) + [(0, missing)]
+    return jnp.pad(logits[..., :vocab_size], pad, constant_values=-jnp.inf)
+
+
+def counted(state: PrefixState, calls: Array) -> PrefixState:
+    """The state with that many draft calls more in every row that is not done."""
+    return dataclasses.replace(state, draft_calls=state.draft_calls + jnp.where(state.done, 0, calls))

@@ -1,0 +1,66 @@
+"""Self-speculative decoding: the target drafts for itself, with fewer layers or with coarser weights."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from flax import struct
+
+from decoding_jax.decoders.drafting import AcceptanceHistory, ModelDraft, counted
+from decoding_jax.decoders.prefix import Accepted, Draft, PrefixState
+from decoding_jax.rows import Context
+from decoding_jax.types import ModelSpec
+
+
+@struct.dataclass
+class SelfSpeculative(ModelDraft):
+    """Drafts with a part of the target, in the target's own cache: no second model and no prefill of one.
+
+    What drafting writes into the cache the verifying call writes again, in full. The part is either of
+
+    - `exit_layer`: leave before this layer (LayerSkip, Elhoushi et al. 2024);
+    - `skip_layers`: leave these out (Draft & Verify, Zhang et al. 2024);
+    - neither: a copy of the target with coarser weights, given as `decode(..., drafter=quantized(model))`.
+
+    Attributes:
+      exit_layer: E, from 1 on; the last norm and the readout follow.
+      skip_layers: layers to leave out.
+      num_draft, acceptance, tree, adaptive, draft_cost, position_cost, min_confidence: as in `Speculative`.
+    """
+
+    exit_layer: int | None = struct.field(pytree_node=False, default=None)
+    skip_layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.exit_layer is not None and self.exit_layer < 1:
+            raise ValueError(f"exit_layer={self.exit_layer}: at least one layer has to run; give 1 or more")
+        if self.exit_layer is not None and self.skip_layers:
+            raise ValueError("exit_layer and skip_layers are two ways to draft; give one of them")
+
+    @property
+    def takes_drafter(self) -> bool:  # type: ignore[override]
+        """Whether `decode` has to be given a coarser copy."""
+        return self.exit_layer is None and not self.skip_layers
+
+    def check(self, ctx: Context) -> None:
+        """ValueError where the target has no such layers."""
+        if not self.takes_drafter:
+            self._part(ctx.model)
+
+    def begin(self, ctx: Context) -> AcceptanceHistory:
+        """No history yet."""
+        return self.no_history(ctx)
+
+    def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
+        """What the target's part draws."""
+        part = ctx.of_drafter if self.takes_drafter else dataclasses.replace(ctx, model=self._part(ctx.model))
+        draft, cache, calls = self.draft(part, state.rows, state.cache, self.lengths(state.carry), committed=1)
+        return draft, dataclasses.replace(counted(state, calls), cache=cache)
+
+    def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> AcceptanceHistory:
+        """Remembers how much was kept."""
+        return self.learn(state.carry, state, result)
+
+    def _part(self, model: ModelSpec) -> ModelSpec:
+        return model.view(exit=self.exit_layer, skip=self.skip_layers)
