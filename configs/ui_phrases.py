@@ -15,7 +15,7 @@ def get_config(language_pair: str = "en-de") -> ConfigDict:
     """The settings for a pair; each can be changed on the command line with --config.name=value."""
     config = default_config()
     config.objective = "seq2seq"
-    config.total_steps = 1200
+    config.total_steps = 3000
     config.label_smoothing = 0.1
 
     config.data.name = "ui_phrases"
@@ -37,7 +37,7 @@ def get_config(language_pair: str = "en-de") -> ConfigDict:
     config.model.dropout = 0.3
 
     config.optimizer.learning_rate = 2e-3
-    config.optimizer.warmup_steps = 200
+    config.optimizer.warmup_steps = 300
     config.optimizer.final_fraction = 0.02
     config.optimizer.weight_decay = 0.02
     config.optimizer.ema = 0.998
