@@ -1,7 +1,21 @@
 r"""Short interface phrases, English to German or Chinese: the autoregressive teacher, on data inside this package.
 
-python -m train --config=configs/ui_phrases.py:en-de
-python -m train --config=configs/ui_phrases.py:en-zh
+    python -m train --config=configs/ui_phrases.py:en-de
+    python -m train --config=configs/ui_phrases.py:en-zh
+
+3 + 3 layers of width 192, 6,000 joint byte pairs, 4.2 million parameters. Half an hour on two CPU cores. Expect on the
+test split
+
+    en-de   2.54 nats per token in validation; greedy BLEU 18.8, chrF 48.4; 5 beams BLEU 20.3, chrF 50.7
+    en-zh   2.82 nats per token in validation; greedy BLEU 39.5, chrF 37.7; 5 beams BLEU 41.0, chrF 39.3
+
+(BLEU of characters for Chinese) by
+
+    python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de --config=configs/ui_phrases.py:en-de \
+        --decoders=autoregressive,beam
+
+16,297 pairs are few: many words of the test split occur nowhere in training, and a phrase has several good
+translations, so these are scores of a small teacher and not of good translation.
 """
 
 from __future__ import annotations

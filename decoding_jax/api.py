@@ -68,7 +68,7 @@ def decode(
     began = time.perf_counter()
     with compile_clock() as clock:
         call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh, drafter=drafter)
-        _check(decoder, call, "trace=True" if trace else "")
+        check_decoder(decoder, call, "trace=True" if trace else "")
         state = start(decoder, call.ctx)
         steps: list[TraceStep] = []
         first: float | None = None
@@ -93,8 +93,12 @@ def decode(
     return _with_text(model, call, output)
 
 
-def _check(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
-    """Lets a decoder refuse a call before anything is compiled; so does what needs a committed prefix."""
+def check_decoder(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
+    """Lets a decoder refuse a call before anything is compiled; so does what needs a committed prefix.
+
+    Raises:
+      ValueError: what does not fit, and the remedy.
+    """
     if isinstance(decoder, type) or not hasattr(decoder, "step"):
         raise ValueError(f"decoder={decoder!r}: give a decoder such as Autoregressive() or PromptLookup(num_draft=4)")
     if needs_prefix and not hasattr(decoder, "propose"):
@@ -221,7 +225,7 @@ def stream(
       ValueError: as `decode`; also for a decoder that may revise its output until the end.
     """
     call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh, drafter=drafter)
-    _check(decoder, call, "stream")
+    check_decoder(decoder, call, "stream")
     return _stream(model, call, decoder)
 
 

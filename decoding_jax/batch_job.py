@@ -27,7 +27,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from jax.sharding import Mesh
 
-from decoding_jax.api import decode
+from decoding_jax.api import check_decoder, decode
 from decoding_jax.checkpoints.cache_files import scratch_file, sha256_of_file, write_atomically
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import Decoder
@@ -77,8 +77,7 @@ def check_job(model: Model, job: Job) -> None:
             f"{model.max_length}; choose a smaller budget"
         )
     call = prepare(model, [[0]], job.max_new_tokens, job.sampling, job.stop, job.seed, None, job.mesh)
-    if check := getattr(job.decoder, "check", None):
-        check(call.ctx)
+    check_decoder(job.decoder, call)
 
 
 # --- The input

@@ -199,19 +199,16 @@ def check_drafter(model: Model, drafter: Model, longest: int) -> None:
             "drafter: the draft model and the target must both be decoder-only, or both encoder-decoders "
             "with one start_id"
         )
-    tables = [getattr(m.tokenizer, "token_bytes", None) for m in (model, drafter)]
-    if all(tables):
-        ours, theirs = tables
+    if model.tokenizer is not None and drafter.tokenizer is not None:
+        ours, theirs = model.tokenizer.token_bytes, drafter.tokenizer.token_bytes
         differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
         if differ or len(ours) != len(theirs):
-            first = (
-                f"token {differ[0]} is {ours[differ[0]]!r} and {theirs[differ[0]]!r}"
-                if differ
-                else (f"they have {len(ours)} and {len(theirs)} tokens")
-            )
+            first = f"they have {len(ours)} and {len(theirs)} tokens"
+            if differ:
+                first = f"token {differ[0]} is {ours[differ[0]]!r} and {theirs[differ[0]]!r}"
             raise ValueError(
-                f"drafter: its vocabulary is not the target's ({first}); draft with a model that was "
-                "trained with the same tokenizer"
+                f"drafter: its vocabulary is not the target's ({first}); draft with a model that was trained with "
+                "the same tokenizer"
             )
     elif model.vocab_size != drafter.vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Decoders by name, for configs and command lines."""
+"""Decoders by name, for configs and command lines: those that need no second model."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from decoding_jax.decoders.beam import Beam
 from decoding_jax.decoders.jacobi import Jacobi
 from decoding_jax.decoders.lookahead import Lookahead
 from decoding_jax.decoders.prompt_lookup import PromptLookup
-from decoding_jax.decoders.self_speculative import SelfSpeculative
-from decoding_jax.decoders.speculative import Speculative
 from decoding_jax.loop import Decoder
 
 DECODERS: Mapping[str, type[Decoder]] = {
@@ -21,8 +19,6 @@ DECODERS: Mapping[str, type[Decoder]] = {
     "jacobi": Jacobi,
     "lookahead": Lookahead,
     "prompt_lookup": PromptLookup,
-    "self_speculative": SelfSpeculative,
-    "speculative": Speculative,
 }
 
 T = TypeVar("T")

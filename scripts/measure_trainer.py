@@ -48,6 +48,7 @@ WHAT = flags.DEFINE_enum(
 RECORDS = flags.DEFINE_string("records", "benchmarks/trainer.json", 'Where the results go; "" writes none.')
 STEPS = flags.DEFINE_integer("steps", 100, "overhead: steps of a phase, in which one checkpoint is saved.", 2)
 PHASES = flags.DEFINE_integer("phases", 6, "overhead: how many phases the loop has.", lower_bound=1)
+ONLY = flags.DEFINE_enum("only", None, ["30_ms", "200_ms"], "overhead: of steps of this length alone.")
 SEED = flags.DEFINE_integer("seed", 0, "resume: of the moments to kill at.")
 KILLS = flags.DEFINE_integer("kills", 3, "resume: how many SIGKILLs, and how many SIGTERMs.", lower_bound=1)
 STEP = flags.DEFINE_string("step", None, "Used by --what=overhead for its child processes.")
@@ -58,7 +59,7 @@ COMPARED = 10  # steps whose losses are compared after going on, and between pro
 
 def save(name: str, value: float, unit: str, target: float | None = None, better: Any = "lower") -> None:
     """Prints and records one result."""
-    chosen = [f" --{flag.name}={flag.value}" for flag in (STEPS, PHASES, SEED, KILLS) if flag.present]
+    chosen = [f" --{flag.name}={flag.value}" for flag in (STEPS, PHASES, ONLY, SEED, KILLS) if flag.present]
     command = f"python scripts/measure_trainer.py --what={WHAT.value}{''.join(chosen)}"
     report(RECORDS.value and ROOT / RECORDS.value, name, value, unit, target, better, command)
 
@@ -140,6 +141,8 @@ def measure_overhead() -> None:
     # What `python -m train` tells malloc.
     malloc = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1), "MALLOC_ARENA_MAX": "1"}
     for name, (_, target) in SIZES.items():
+        if ONLY.value not in (None, name):
+            continue
         command = [sys.executable, __file__, "--what=overhead", f"--step={name}"]
         command += [f"--steps={STEPS.value}", f"--phases={PHASES.value}"]
         done = subprocess.run(command, env=os.environ | malloc, stdout=subprocess.PIPE, text=True, check=True)

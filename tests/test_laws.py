@@ -13,8 +13,9 @@
     10  One program: a `while`, no callback, nothing transferred inside; it lowers for cpu, cuda and tpu.
 
 A decoder that is added gets a row in DECODERS; what does not draft is `plain`, what knows the target's next
-token is `oracle`. Laws about decoders hold on a decoder-only model and on an encoder-decoder, `translator`, whose
-prompts are sources. Compiling is most of the time, so tests share models and shapes.
+token is `oracle`. `decode` here gives a draft model to decoders that take one. Laws about decoders hold on a
+decoder-only model and on an encoder-decoder, `translator`, whose prompts are sources. Compiling is most of the
+time, so tests share models and shapes.
 """
 
 from __future__ import annotations
@@ -47,7 +48,32 @@ TREE = zoo.TreeLookup((zoo.SCATTERED, zoo.STRAIGHT))
 LEAN_TREE = zoo.TreeLookup(compare=False)
 ORACLE = zoo.Oracle(4)
 HOSTILE = zoo.Hostile(4)
-DECODERS = {"plain": PLAIN, "lookup": LOOKUP, "tree": TREE, "oracle": ORACLE, "hostile": HOSTILE}
+SPECULATIVE = dj.Speculative(num_draft=3)
+BRANCHING = dj.Speculative(tree=dj.Tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0))))
+ADAPTIVE = dj.Speculative(num_draft=4, adaptive=True, min_confidence=0.2)
+REJECTION = dj.Speculative(num_draft=3, acceptance="rejection")
+REJECTION_TREE = dj.Speculative(tree=BRANCHING.tree, acceptance="rejection")
+LOOKAHEAD = dj.Lookahead(window=3, ngram=3, candidates=2, pool_size=8)
+JACOBI = dj.Jacobi(block_length=3)
+LOOKUPS = dj.PromptLookup(num_draft=3, num_matches=2)
+DECODERS = {
+    "plain": PLAIN,
+    "lookup": LOOKUP,
+    "tree": TREE,
+    "oracle": ORACLE,
+    "hostile": HOSTILE,
+    "branching": BRANCHING,
+    "lookahead": LOOKAHEAD,
+    "jacobi": JACOBI,
+}
+# More ways to draft, which the laws of exactness are shown for too.
+EXACT = {
+    "speculative": SPECULATIVE,
+    "adaptive": ADAPTIVE,
+    "lookups": LOOKUPS,
+    "lookahead from the prompt": dj.Lookahead(2, 2, 2, 8, prompt_ngrams=True),
+    "jacobi in blocks": dj.Jacobi(3, sliding=False),
+}
 DRAFTING = {name: decoder for name, decoder in DECODERS.items() if name != "plain"}
 
 # Ragged, one of a single token, one that repeats itself.
@@ -66,6 +92,25 @@ EVERYTHING = dj.Sampling(
     logit_bias={1: 0.7, 3: -0.4},
     forbidden=[0],
 )
+
+
+@functools.cache
+def draft_model(vocab: int, encoder: bool) -> dj.Model:
+    """A model whose law is another, so that some of its drafts are kept and some are not."""
+    if encoder:
+        return zoo.history_translator(vocab, seed=77, start_id=3).model
+    return zoo.trigram_cached(vocab, seed=5, scale=0.7).model
+
+
+def with_drafter(model: dj.Model, decoder: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with a draft model where the decoder takes one and none is given."""
+    if getattr(decoder, "takes_drafter", False):
+        return {"drafter": draft_model(model.vocab_size, model.encode is not None)} | arguments
+    return arguments
+
+
+def decode(model: dj.Model, prompts: Any, decoder: Any = PLAIN, **arguments: Any) -> dj.DecodeOutput:
+    return dj.decode(model, prompts, decoder, **with_drafter(model, decoder, arguments))
 
 
 def pairs(table: dict[str, Any]) -> Any:
@@ -94,7 +139,7 @@ def same_output(one: dj.DecodeOutput, other: dj.DecodeOutput) -> None:
 # ---------------------------------------------------------------------- law 1
 def check_greedy(toy: zoo.Toy, prompts: list[list[int]], decoder: Any, budget: int, eos: tuple[int, ...]) -> None:
     """Tokens, reasons and log-probabilities are those of the plain reference."""
-    out = dj.decode(toy.with_eos(*eos), prompts, decoder, max_new_tokens=budget)
+    out = decode(toy.with_eos(*eos), prompts, decoder, max_new_tokens=budget)
     want = [zoo.greedy(*toy.row(p), budget, ends=eos) for p in prompts]
     assert zoo.outputs(out) == want
     assert out.finish_reason == ["eos" if w and w[-1] in eos else "length" for w in want]
@@ -107,7 +152,8 @@ def check_greedy(toy: zoo.Toy, prompts: list[list[int]], decoder: Any, budget: i
 
 LAW_1 = [("trigram", dj.PromptLookup(num_draft=k), k) for k in range(1, 9)]
 LAW_1 += [("history", decoder, max(decoder.num_nodes, 1)) for decoder in DECODERS.values()]
-LAW_1 += [("translator", decoder, max(decoder.num_nodes, 1)) for decoder in (PLAIN, LOOKUP, TREE)]
+LAW_1 += [("history", decoder, decoder.num_nodes) for decoder in EXACT.values()]
+LAW_1 += [("translator", decoder, max(decoder.num_nodes, 1)) for decoder in (PLAIN, LOOKUP, TREE, BRANCHING)]
 LAW_1 += [("bigram", PLAIN, 1), ("bigram", LOOKUP, 4)]
 
 
@@ -156,7 +202,7 @@ def test_greedy_obeys_processors(decoder: Any, toy: zoo.Toy) -> None:
         "logit_bias": {2: 1.0},
         "forbidden": [0],
     }
-    out = dj.decode(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=dj.Sampling(**settings))
+    out = decode(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=dj.Sampling(**settings))
     assert zoo.outputs(out) == [zoo.greedy(*toy.row(p), BUDGET, settings, (4,)) for p in PROMPTS]
     for row, tokens in enumerate(zoo.outputs(out)):  # and log_probs stay those of the model itself
         own = zoo.log_prob(*toy.row(PROMPTS[row]), tokens)
@@ -178,8 +224,8 @@ TRANSFORMER_PROMPTS = [[1, 2, 1, 2, 1], [3], [60, 4, 2, 17, 0, 33, 3], [2, 2]]
 def test_greedy_is_exact_on_a_transformer(decoder: Any, small: Any) -> None:
     """Law 1: attention's own keys, values and positions survive rollback and compaction."""
     model = small()
-    plain = dj.decode(model, TRANSFORMER_PROMPTS, max_new_tokens=40)
-    fast = dj.decode(model, TRANSFORMER_PROMPTS, decoder, max_new_tokens=40)
+    plain = decode(model, TRANSFORMER_PROMPTS, max_new_tokens=40)
+    fast = decode(model, TRANSFORMER_PROMPTS, decoder, max_new_tokens=40)
     assert zoo.outputs(fast) == zoo.outputs(plain)
     np.testing.assert_allclose(fast.log_probs, plain.log_probs, atol=1e-4)
     assert fast.stats.accepted.sum() > 0
@@ -226,13 +272,17 @@ def check_law(rows: list[tuple[int, ...]], law: dict[tuple[int, ...], float]) ->
 
 
 @pytest.mark.parametrize("setting", list(PROCESSORS))
-@pytest.mark.parametrize("decoder", [PLAIN, LOOKUP, LEAN_TREE], ids=["plain", "lookup", "tree"])
+@pytest.mark.parametrize(
+    "decoder",
+    [PLAIN, LOOKUP, LEAN_TREE, REJECTION, REJECTION_TREE],
+    ids=["plain", "lookup", "tree", "rejection", "rejection of siblings"],
+)
 def test_samples_follow_the_enumerated_law(decoder: Any, setting: str) -> None:
     """Law 2: each processor alone and all together; rows of one prompt are independent draws."""
     settings = {"temperature": 1.0, **PROCESSORS[setting]}
     prompt = [1, 2, 1]
     law = zoo.law_of_output(LAW_TOY.logits_of, prompt, 3, settings, LAW_TOY.model.eos_ids)
-    out = dj.decode(
+    out = decode(
         LAW_TOY.model,
         [prompt] * LAW_ROWS,
         decoder,
@@ -246,23 +296,21 @@ def test_samples_follow_the_enumerated_law(decoder: Any, setting: str) -> None:
 def test_the_law_test_notices_a_small_bias() -> None:
     """Law 2: the test has the power to find the law of another temperature (it can fail)."""
     law = zoo.law_of_output(LAW_TOY.logits_of, [1, 2, 1], 3, {"temperature": 1.0}, LAW_TOY.model.eos_ids)
-    out = dj.decode(
-        LAW_TOY.model, [[1, 2, 1]] * LAW_ROWS, max_new_tokens=3, sampling=dj.Sampling(temperature=1.3), seed=7
-    )
+    out = decode(LAW_TOY.model, [[1, 2, 1]] * LAW_ROWS, max_new_tokens=3, sampling=dj.Sampling(temperature=1.3), seed=7)
     with pytest.raises(AssertionError):
         check_law([tuple(row) for row in zoo.outputs(out)], law)
 
 
 # ---------------------------------------------------------------------- law 3
 @pytest.mark.parametrize("temperature", [0.7, 1.3])
-@cases(DRAFTING)
+@cases(DRAFTING | EXACT)
 def test_coupled_tokens_are_those_of_plain_decoding(decoder: Any, temperature: float, toy: zoo.Toy) -> None:
     """Law 3: any draft gives the tokens of plain decoding with the same seed, every setting on."""
     sampling = dataclasses.replace(EVERYTHING, temperature=temperature)
     model = toy.with_eos(4)
     for seed in range(4):
         call = functools.partial(
-            dj.decode, model, PROMPTS, max_new_tokens=BUDGET, sampling=sampling, stop=dj.Stop([2]), seed=seed
+            decode, model, PROMPTS, max_new_tokens=BUDGET, sampling=sampling, stop=dj.Stop([2]), seed=seed
         )
         same_output(call(decoder=decoder), call(decoder=PLAIN))
 
@@ -279,7 +327,7 @@ def test_rows_may_differ_in_every_setting() -> None:
         min_new_tokens=[0, 3, 0, 5],
     )
     model = HISTORY.with_eos(4)
-    together = dj.decode(model, PROMPTS, TREE, max_new_tokens=BUDGET, sampling=sampling)
+    together = decode(model, PROMPTS, TREE, max_new_tokens=BUDGET, sampling=sampling)
     for row in range(4):
         alone = dataclasses.replace(
             sampling,
@@ -289,7 +337,7 @@ def test_rows_may_differ_in_every_setting() -> None:
                 if isinstance(value := getattr(sampling, f.name), list)
             },
         )
-        uniform = dj.decode(model, PROMPTS, TREE, max_new_tokens=BUDGET, sampling=alone)
+        uniform = decode(model, PROMPTS, TREE, max_new_tokens=BUDGET, sampling=alone)
         assert zoo.outputs(together)[row] == zoo.outputs(uniform)[row]
     assert zoo.outputs(together)[0] == zoo.greedy(HISTORY.logits_of, PROMPTS[0], BUDGET, ends=(4,))
 
@@ -298,24 +346,54 @@ def test_rows_may_differ_in_every_setting() -> None:
 @pytest.mark.parametrize("sampling", [dj.Sampling(), EVERYTHING], ids=["greedy", "everything"])
 def test_a_draft_equal_to_the_target_is_always_accepted(sampling: dj.Sampling) -> None:
     """Law 4: acceptance stays 100% round after round, so both caches index the same prefix."""
-    out = dj.decode(HISTORY.model, PROMPTS, ORACLE, max_new_tokens=BUDGET, sampling=sampling)
+    out = decode(HISTORY.model, PROMPTS, ORACLE, max_new_tokens=BUDGET, sampling=sampling)
     assert out.stats.model_calls.tolist() == [3] * 4  # 5 + 5 + 2 tokens
     assert out.stats.drafted.tolist() == [4 + 4 + 2] * 4
     assert out.stats.accepted.tolist() == out.stats.drafted.tolist()
     assert out.stats.acceptance_rate == 1.0
 
 
+SAME = {
+    "chain": SPECULATIVE,
+    "tree": BRANCHING,
+    "rejection": REJECTION,
+    "rejection of siblings": REJECTION_TREE,
+}
+
+
+@pairs(SAME)
+@pytest.mark.parametrize("sampling", [dj.Sampling(), dj.Sampling(temperature=1.0)], ids=["greedy", "sampled"])
+def test_a_drafter_equal_to_the_target_is_always_accepted(decoder: Any, sampling: dj.Sampling) -> None:
+    """Law 4: over 200 tokens of ragged rows the deepest path is kept in every round: the drafter's cache keeps step."""
+    out = decode(HISTORY.model, PROMPTS, decoder, drafter=HISTORY.model, max_new_tokens=200, sampling=sampling)
+    assert out.stats.model_calls.tolist() == [200 // (decoder.shape.depth + 1)] * 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_typical_acceptance_keeps_what_is_probable(temperature: float) -> None:
+    """A threshold of 0 keeps every draft, one of 1 only what is certain; greedy rows stay exact; lossless is False."""
+    call = functools.partial(decode, HISTORY.model, PROMPTS, max_new_tokens=BUDGET, seed=1)
+    out = call(dj.Speculative(num_draft=3, acceptance="typical"), sampling=dj.Sampling(temperature=temperature))
+    plain = call(PLAIN, sampling=dj.Sampling(temperature=temperature))
+    assert not out.lossless and plain.lossless
+    if temperature == 0.0:
+        assert zoo.outputs(out) == zoo.outputs(plain)
+    else:
+        strict = call(SPECULATIVE, sampling=dj.Sampling(temperature=temperature))
+        assert out.stats.acceptance_rate > strict.stats.acceptance_rate
+
+
 def test_accepted_counts_the_draft_that_ends_a_row() -> None:
     """Law 4: `accepted` is the proposed tokens that were emitted, also where EOS is one of them."""
     tokens = zoo.greedy(HISTORY.logits_of, PROMPTS[0], BUDGET)
-    out = dj.decode(HISTORY.with_eos(tokens[0]), [PROMPTS[0]] * 4, ORACLE, max_new_tokens=BUDGET)
+    out = decode(HISTORY.with_eos(tokens[0]), [PROMPTS[0]] * 4, ORACLE, max_new_tokens=BUDGET)
     assert out.lengths.tolist() == [1] * 4 and out.stats.accepted.tolist() == [1] * 4
 
 
 @pytest.mark.parametrize("sampling", [dj.Sampling(), EVERYTHING], ids=["greedy", "everything"])
 def test_a_hostile_draft_gains_one_token_a_step(sampling: dj.Sampling) -> None:
     """Law 4: nothing wrong is accepted, and every call of the model still emits a token."""
-    out = dj.decode(HISTORY.model, PROMPTS, HOSTILE, max_new_tokens=BUDGET, sampling=sampling)
+    out = decode(HISTORY.model, PROMPTS, HOSTILE, max_new_tokens=BUDGET, sampling=sampling)
     assert out.stats.accepted.sum() == 0
     assert out.stats.model_calls.tolist() == out.stats.tokens.tolist() == [BUDGET] * 4
 
@@ -341,7 +419,7 @@ def test_trees_are_accepted_to_every_depth() -> None:
     """The tree drafter meets no, part and full acceptance, so that the laws above are not vacuous."""
     counts = set()
     for seed in range(3):
-        out = dj.decode(
+        out = decode(
             HISTORY.model,
             PROMPTS,
             TREE,
@@ -357,13 +435,20 @@ def test_trees_are_accepted_to_every_depth() -> None:
 # ---------------------------------------------------------------------- law 5
 @pytest.mark.parametrize(
     ("decoder", "toy"),
-    [(PLAIN, HISTORY), (LOOKUP, HISTORY), (TREE, HISTORY), (PLAIN, TRANSLATOR)],
-    ids=["plain", "lookup", "tree", "plain on an encoder-decoder"],
+    [
+        (PLAIN, HISTORY),
+        (LOOKUP, HISTORY),
+        (TREE, HISTORY),
+        (PLAIN, TRANSLATOR),
+        (REJECTION_TREE, HISTORY),
+        (ADAPTIVE, HISTORY),
+    ],
+    ids=["plain", "lookup", "tree", "plain on an encoder-decoder", "rejection of siblings", "adaptive"],
 )
 def test_a_row_in_a_batch_equals_the_row_alone(decoder: Any, toy: zoo.Toy) -> None:
     """Law 5: batch mates and their lengths change nothing, given the row's id."""
     call = functools.partial(
-        dj.decode, toy.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING, seed=3
+        decode, toy.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING, seed=3
     )
     together = call(PROMPTS)
     for row, prompt in enumerate(PROMPTS):
@@ -376,7 +461,7 @@ def test_a_row_in_a_batch_equals_the_row_alone(decoder: Any, toy: zoo.Toy) -> No
 @cases(DECODERS)
 def test_the_order_of_a_batch_changes_nothing(decoder: Any, toy: zoo.Toy) -> None:
     """Law 5: rows that change places and keep their ids keep their tokens."""
-    call = functools.partial(dj.decode, toy.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
+    call = functools.partial(decode, toy.with_eos(4), decoder=decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
     order = [2, 0, 3, 1]
     moved = call([PROMPTS[i] for i in order], row_ids=[10 + i for i in order])
     straight = call(PROMPTS, row_ids=[10, 11, 12, 13])
@@ -387,12 +472,12 @@ def test_the_order_of_a_batch_changes_nothing(decoder: Any, toy: zoo.Toy) -> Non
 @both
 def test_padding_changes_nothing(toy: zoo.Toy) -> None:
     """Law 5: a long batch mate moves everyone into larger buffers and more prefill chunks, no token."""
-    call = functools.partial(dj.decode, toy.with_eos(4), decoder=PLAIN, max_new_tokens=BUDGET, sampling=EVERYTHING)
+    call = functools.partial(decode, toy.with_eos(4), decoder=PLAIN, max_new_tokens=BUDGET, sampling=EVERYTHING)
     long = np.random.default_rng(0).integers(0, 5, size=200).tolist()
     padded, tight = call([*PROMPTS[:3], long]), call(PROMPTS)
     assert zoo.outputs(padded)[:3] == zoo.outputs(tight)[:3]
     # The long row itself crosses the borders of its prefill chunks.
-    greedy = dj.decode(toy.model, [*PROMPTS[:3], long], max_new_tokens=BUDGET)
+    greedy = decode(toy.model, [*PROMPTS[:3], long], max_new_tokens=BUDGET)
     assert zoo.outputs(greedy)[3] == zoo.greedy(*toy.row(long), BUDGET)
 
 
@@ -408,12 +493,12 @@ def test_eight_devices_change_nothing(mesh: jax.sharding.Mesh) -> None:
     """Law 5: split over devices, rows keep their tokens and their own parameters."""
     sampling = dataclasses.replace(EVERYTHING, temperature=[0.0, 0.7, 1.3, 1.0, 0.0, 0.5, 2.0])
     model = HISTORY.with_eos(4)
-    split = dj.decode(model, MESH_PROMPTS, TREE, max_new_tokens=BUDGET, sampling=sampling, mesh=mesh)
+    split = decode(model, MESH_PROMPTS, TREE, max_new_tokens=BUDGET, sampling=sampling, mesh=mesh)
     assert len(split.finish_reason) == len(split.stats.tokens) == 7
     for first in (0, 3):  # rows 3 to 6 are the second half
         rows = slice(first, first + 4)
         part = dataclasses.replace(sampling, temperature=sampling.temperature[rows])
-        whole = dj.decode(
+        whole = decode(
             model,
             MESH_PROMPTS[rows],
             TREE,
@@ -432,8 +517,8 @@ def test_a_mesh_compiles_one_loop(mesh: jax.sharding.Mesh, small: Any) -> None:
     """Law 5, law 10: the first state is split like all later ones, so the loop is compiled once."""
     model, prompts = small(), TRANSFORMER_PROMPTS * 2
     with dj.compile_clock() as clock:
-        split = dj.decode(model, prompts, max_new_tokens=40, mesh=mesh)
-    whole = dj.decode(model, TRANSFORMER_PROMPTS, max_new_tokens=40)
+        split = decode(model, prompts, max_new_tokens=40, mesh=mesh)
+    whole = decode(model, TRANSFORMER_PROMPTS, max_new_tokens=40)
     assert zoo.outputs(split) == zoo.outputs(whole) * 2
     assert clock.programs == 2
 
@@ -462,15 +547,15 @@ def test_steps_may_be_cut_anywhere(decoder: Any, toy: zoo.Toy) -> None:
     """Law 6: all steps in one call, one a call, three a call, traced and streamed give the same output."""
     arguments = {"max_new_tokens": BUDGET, "sampling": EVERYTHING, "stop": dj.Stop([2]), "seed": 1}
     model = toy.with_eos(4)
-    whole = dj.decode(model, PROMPTS, decoder, **arguments)
+    whole = decode(model, PROMPTS, decoder, **arguments)
     for steps in (1, 3):
-        same_output(dj.decode(model, PROMPTS, decoder, steps_per_call=steps, **arguments), whole)
-    traced = dj.decode(model, PROMPTS, decoder, trace=True, **arguments)
+        same_output(decode(model, PROMPTS, decoder, steps_per_call=steps, **arguments), whole)
+    traced = decode(model, PROMPTS, decoder, trace=True, **arguments)
     same_output(traced, whole)
     assert traced.trace is not None and whole.trace is None
     streamed: list[list[int]] = [[] for _ in PROMPTS]
     reasons: list[list[str | None]] = [[] for _ in PROMPTS]
-    for chunk in dj.stream(model, PROMPTS, decoder, **arguments):
+    for chunk in dj.stream(model, PROMPTS, decoder, **with_drafter(model, decoder, arguments)):
         streamed[chunk.row] += chunk.tokens
         reasons[chunk.row].append(chunk.finish_reason)
     assert streamed == zoo.outputs(whole)
@@ -480,7 +565,7 @@ def test_steps_may_be_cut_anywhere(decoder: Any, toy: zoo.Toy) -> None:
 @cases(DECODERS)
 def test_a_trace_tells_what_happened(decoder: Any, toy: zoo.Toy) -> None:
     """Law 6: the steps of a row add up to its output and its counters; what was kept was proposed."""
-    out = dj.decode(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, trace=True)
+    out = decode(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, trace=True)
     for row, tokens in enumerate(zoo.outputs(out)):
         steps = [step for step in out.trace or () if step.row == row]
         assert [t for step in steps for t in step.emitted] == tokens
@@ -499,7 +584,12 @@ def test_a_stream_without_a_budget_says_so() -> None:
 @cases(DECODERS)
 def test_prompts_stay_and_the_loop_is_bounded(decoder: Any, toy: zoo.Toy) -> None:
     """Law 7: prompts stay, nothing is written past a row's end, every call emits a token."""
-    ctx, state = zoo.final_state(toy.with_eos(4), PROMPTS, decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
+    ctx, state = zoo.final_state(
+        toy.with_eos(4),
+        PROMPTS,
+        decoder,
+        **with_drafter(toy.model, decoder, {"max_new_tokens": BUDGET, "sampling": EVERYTHING}),
+    )
     tokens, length = np.asarray(state.rows.tokens), np.asarray(state.rows.length)
     assert bool(state.done.all()) and (length <= np.asarray(ctx.limits)).all()
     assert (np.asarray(state.model_calls) <= length - np.asarray(ctx.prompt_lengths)).all()
@@ -522,8 +612,8 @@ def test_a_row_may_fill_its_buffer(decoder: Any, full: int) -> None:
 def test_a_lookup_that_never_matches_is_plain_decoding() -> None:
     """Law 8: with an n-gram that is longer than any row, lookup drafts nothing and calls once a token."""
     decoder = dj.PromptLookup(num_draft=1, max_ngram=40, min_ngram=40)
-    out = dj.decode(HISTORY.model, PROMPTS, decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
-    same_output(out, dj.decode(HISTORY.model, PROMPTS, max_new_tokens=BUDGET, sampling=EVERYTHING))
+    out = decode(HISTORY.model, PROMPTS, decoder, max_new_tokens=BUDGET, sampling=EVERYTHING)
+    same_output(out, decode(HISTORY.model, PROMPTS, max_new_tokens=BUDGET, sampling=EVERYTHING))
     assert out.stats.drafted.sum() == 0 and out.stats.model_calls.tolist() == [BUDGET] * 4
 
 
@@ -540,11 +630,13 @@ def equations(jaxpr: Any) -> Iterator[Any]:
 
 
 def program(decoder: Prefix, toy: zoo.Toy) -> tuple[Any, ...]:
-    call = prepare(toy.model, PROMPTS, BUDGET, dj.Sampling(), dj.Stop(), 0, None, None)
+    second = with_drafter(toy.model, decoder, {})
+    call = prepare(toy.model, PROMPTS, BUDGET, dj.Sampling(), dj.Stop(), 0, None, None, **second)
     return decoder, call.ctx, start(decoder, call.ctx), jnp.int32(1)
 
 
-LOOPS = {name: DECODERS[name] for name in ("plain", "lookup", "tree")} | {"beam": dj.Beam(num_beams=3)}
+LOOPS = {name: DECODERS[name] for name in ("plain", "lookup", "tree", "branching", "lookahead", "jacobi")}
+LOOPS |= {"beam": dj.Beam(num_beams=3), "rejection": REJECTION_TREE}
 
 
 @cases(LOOPS)
@@ -583,10 +675,10 @@ def test_the_program_lowers_for_every_platform(decoder: Any, toy: zoo.Toy) -> No
     assert exported.platforms == ("cpu", "cuda", "tpu")
 
 
-@cases({"plain": PLAIN, "lookup": LOOKUP})
+@cases({"plain": PLAIN, "lookup": LOOKUP, "speculative": SPECULATIVE})
 def test_other_values_compile_nothing(decoder: Any, toy: zoo.Toy) -> None:
     """Law 10: settings, seeds, ids, budgets within a bucket and other weights run the same program."""
-    call = functools.partial(dj.decode, toy.model, PROMPTS, decoder)
+    call = functools.partial(decode, toy.model, PROMPTS, decoder)
     call(max_new_tokens=BUDGET)
     other = dataclasses.replace(toy.with_eos(1), params=zoo.history_cached(5, seed=99).model.params)
     with dj.compile_clock() as clock:
@@ -594,8 +686,9 @@ def test_other_values_compile_nothing(decoder: Any, toy: zoo.Toy) -> None:
         call(max_new_tokens=BUDGET, sampling=EVERYTHING, seed=5, row_ids=[9, 8, 7, 6])
         call(max_new_tokens=BUDGET, sampling=dj.Sampling(temperature=0.3, top_p=0.4), stop=dj.Stop([1, 2]))
         call(max_new_tokens=BUDGET, steps_per_call=2, trace=True)
-        list(dj.stream(toy.with_eos(2), [[1], [2], [3], [4]], decoder, max_new_tokens=7))
-        changed = dj.decode(other, PROMPTS, decoder, max_new_tokens=BUDGET)
+        streamed = with_drafter(toy.model, decoder, {"max_new_tokens": 7})
+        list(dj.stream(toy.with_eos(2), [[1], [2], [3], [4]], decoder, **streamed))
+        changed = decode(other, PROMPTS, decoder, max_new_tokens=BUDGET)
     assert clock.programs == 0
     assert changed.stats.compile_seconds == 0.0
     assert zoo.outputs(changed) != zoo.outputs(call(max_new_tokens=BUDGET))
@@ -604,7 +697,7 @@ def test_other_values_compile_nothing(decoder: Any, toy: zoo.Toy) -> None:
 def test_the_clock_counts_new_programs() -> None:
     """Law 10: the counter that the test above trusts does count, one prefill and one loop."""
     with dj.compile_clock() as clock:
-        out = dj.decode(TOYS["bigram"].model, [[1]] * 5, max_new_tokens=2)
+        out = decode(TOYS["bigram"].model, [[1]] * 5, max_new_tokens=2)
     assert clock.programs == 2 and clock.seconds > 0
     assert out.stats.compile_seconds == pytest.approx(clock.seconds)
 
@@ -639,12 +732,72 @@ def test_impossible_calls_are_refused(name: str, value: Any) -> None:
     """Errors: a ValueError names the argument, before anything is compiled."""
     arguments: dict[str, Any] = {"prompts": [[1]], "max_new_tokens": 2, name: value}
     with pytest.raises(ValueError, match=name), dj.compile_clock() as clock:
-        dj.decode(HISTORY.model, **arguments)
+        decode(HISTORY.model, **arguments)
     assert clock.programs == 0
+
+
+DRAFTERS: list[tuple[str, Any, dict[str, Any]]] = [
+    ("needs a second model", SPECULATIVE, {}),
+    ("needs a second model", dj.SelfSpeculative(), {}),
+    ("takes none", PLAIN, {"drafter": HISTORY.model}),
+    ("its vocabulary has 4 ids and the target's 5", SPECULATIVE, {"drafter": LAW_TOY.model}),
+    ("both be decoder-only", SPECULATIVE, {"drafter": TRANSLATOR.model}),
+    (
+        "its context is 8, and the longest prompt and budget need 9",
+        SPECULATIVE,
+        {"drafter": dataclasses.replace(HISTORY.model, max_length=8)},
+    ),
+    ("no layers to choose from", dj.SelfSpeculative(exit_layer=1), {}),
+]
+
+
+@pytest.mark.parametrize(("words", "decoder", "second"), DRAFTERS, ids=[str(i) for i in range(len(DRAFTERS))])
+def test_unfit_drafters_are_refused(words: str, decoder: Any, second: dict[str, Any]) -> None:
+    """Errors: a missing, needless or other draft model, before anything is compiled."""
+    with pytest.raises(ValueError, match=words), dj.compile_clock() as clock:
+        dj.decode(HISTORY.model, [[1, 2]], decoder, max_new_tokens=7, **second)
+    assert clock.programs == 0
+
+
+def test_vocabularies_are_compared_by_their_tokens() -> None:
+    """Errors: a tokenizer with the same size and other tokens is refused with the first that differs."""
+    ours, theirs = (zoo.ByteTokenizer(list(pieces)) for pieces in ([b"a", b"b", b"c"], [b"a", b"x", b"c"]))
+    target, draft = (zoo.table_model(np.eye(3), tokenizer=t).model for t in (ours, theirs))
+    with pytest.raises(ValueError, match="token 1 is b'b' and b'x'"):
+        dj.decode(target, [[1]], SPECULATIVE, drafter=draft, max_new_tokens=2)
+
+
+UNFIT: list[tuple[str, Any]] = [
+    ("num_draft=0", lambda: dj.Speculative(num_draft=0)),
+    ("acceptance='sure'", lambda: dj.Speculative(acceptance="sure")),
+    ("there is no path", lambda: dj.Tree(())),
+    ("has no parent; add", lambda: dj.Tree(((0,), (1, 0)))),
+    ("is there twice", lambda: dj.Tree(((0,), (0,)))),
+    ("no sibling of rank 0", lambda: dj.Tree(((1,),))),
+    ("ranks of siblings", lambda: dj.Tree(((-1,),))),
+    ("branches=", lambda: dj.Tree.of_branches((2, 0))),
+    ("exit_layer=0", lambda: dj.SelfSpeculative(exit_layer=0)),
+    ("two ways to draft", lambda: dj.SelfSpeculative(exit_layer=1, skip_layers=(1,))),
+    ("layers 0..1", lambda: decode(zoo.small_transformer(), [[1]], dj.SelfSpeculative(exit_layer=3))),
+    ("layers 0..1", lambda: decode(zoo.small_transformer(), [[1]], dj.SelfSpeculative(skip_layers=(2,)))),
+    ("window=0", lambda: dj.Lookahead(window=0)),
+    ("ngram=1", lambda: dj.Lookahead(ngram=1)),
+    ("candidates=0", lambda: dj.Lookahead(candidates=0)),
+    ("pool_size=3", lambda: dj.Lookahead(pool_size=3)),
+    ("block_length=0", lambda: dj.Jacobi(block_length=0)),
+    ("num_matches=0", lambda: dj.PromptLookup(num_matches=0)),
+]
+
+
+@pytest.mark.parametrize(("words", "make"), UNFIT, ids=[words for words, _ in UNFIT])
+def test_impossible_drafts_are_refused(words: str, make: Any) -> None:
+    """Errors: a ValueError names the field, at construction or before anything is compiled."""
+    with pytest.raises(ValueError, match=words):
+        make()
 
 
 def test_a_mesh_needs_a_data_axis() -> None:
     """Errors: rows are split over an axis named "data"; a mesh without it is refused."""
     mesh = jax.make_mesh((2,), ("model",), axis_types=(jax.sharding.AxisType.Auto,))
     with pytest.raises(ValueError, match="mesh"):
-        dj.decode(HISTORY.model, PROMPTS, max_new_tokens=2, mesh=mesh)
+        decode(HISTORY.model, PROMPTS, max_new_tokens=2, mesh=mesh)

@@ -414,9 +414,10 @@ def final_state(
     sampling: dj.Sampling = dj.Sampling(),
     stop: dj.Stop = dj.Stop(),
     seed: int = 0,
+    drafter: Model | None = None,
 ) -> tuple[Context, Any]:
     """The context and the last state of a decode, where a test looks at what `decode` does not return."""
-    call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, None, None)
+    call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, None, None, drafter=drafter)
     return call.ctx, run(decoder, call.ctx, start(decoder, call.ctx), jnp.int32(ALL_STEPS))
 
 

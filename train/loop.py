@@ -60,7 +60,11 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
     file = workdir / CONFIG
     if not file.exists():
         return
-    there, here = _flat(json.loads(file.read_text(encoding="utf-8"))), _flat(json.loads(config.to_json()))
+    try:
+        there = _flat(json.loads(file.read_text(encoding="utf-8")))
+    except ValueError as error:
+        raise ValueError(f"{file} is damaged ({error}); restore it, or remove the folder to start again") from None
+    here = _flat(json.loads(config.to_json()))
     different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
     different = [name for name in different if not _is_free(name)]
     if different:

@@ -90,11 +90,30 @@ def open_data(config: ConfigDict, tokenizer: Tokenizer | None) -> Data:
     return Data(texts, tokenizer, examples, plans)
 
 
+def check_counts(config: ConfigDict) -> None:
+    """ValueError where a number of things is below 1, or the seed out of range."""
+    counts = {
+        "total_steps": config.total_steps,
+        "log_every": config.log_every,
+        "checkpoint.every": config.checkpoint.every,
+        "evaluation.every": config.evaluation.every,
+        "evaluation.batch_size": config.evaluation.batch_size,
+        "evaluation.examples": config.evaluation.examples,
+        "optimizer.accumulate": config.optimizer.accumulate,
+    }
+    for name, count in counts.items():
+        if count < 1:
+            raise ValueError(f"{name}={count}: must be at least 1")
+    if not 0 <= config.seed < 2**32:
+        raise ValueError(f"seed={config.seed}: must be from 0 to 2**32 - 1")
+
+
 def check_rows(config: ConfigDict, mesh: Mesh) -> None:
-    """ValueError where a batch cannot be taken apart evenly by the mesh and optimizer.accumulate.
+    """ValueError where a batch cannot be taken apart evenly by the mesh and optimizer.accumulate, or a count is none.
 
     The batches do not depend on the mesh, so that a run can go on on another one.
     """
+    check_counts(config)
     parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.optimizer.accumulate
     rows, multiple = config.data.rows_per_batch, config.data.rows_multiple
     made = f"{parts}, the parts that the mesh (data times fsdp) and optimizer.accumulate make of a batch"
@@ -198,18 +217,6 @@ def make_layout(config: ConfigDict, shape: TransformerConfig, mesh: Mesh) -> Lay
     """
     if not 0 <= config.optimizer.ema < 1:
         raise ValueError(f"optimizer.ema={config.optimizer.ema}: must be from 0 (off) to below 1")
-    counts = {
-        "total_steps": config.total_steps,
-        "log_every": config.log_every,
-        "checkpoint.every": config.checkpoint.every,
-        "evaluation.every": config.evaluation.every,
-        "evaluation.batch_size": config.evaluation.batch_size,
-        "evaluation.examples": config.evaluation.examples,
-        "optimizer.accumulate": config.optimizer.accumulate,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count}: must be at least 1")
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     return Layout(shape, mesh, optimizer, tuple(config.frozen), config.optimizer.ema > 0)
 

@@ -101,6 +101,10 @@ class Layout:
         check_mesh(self.config, self.mesh)
         paths = self.abstract_params
         for pattern in self.frozen:
+            try:
+                re.compile(pattern)
+            except re.error as error:
+                raise ValueError(f"frozen={pattern!r} is no regular expression: {error}") from None
             if not any(re.fullmatch(pattern, path) for path in paths):
                 raise ValueError(f"frozen={pattern!r} matches no param; there are {', '.join(list(paths)[:8])}, ...")
         if all(map(self.is_frozen, paths)):

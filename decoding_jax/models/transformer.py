@@ -69,7 +69,17 @@ class TransformerConfig:
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "num_layers", "width", "mlp_width", "num_heads", "num_kv_heads", "max_length"):
+        sizes = (
+            "vocab_size",
+            "num_layers",
+            "width",
+            "mlp_width",
+            "num_heads",
+            "num_kv_heads",
+            "head_size",
+            "max_length",
+        )
+        for name in sizes:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
         if self.encoder_layers < 0:

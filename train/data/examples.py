@@ -108,6 +108,10 @@ def tokenise(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[s
         cannot be written.
     """
     _check(texts, split, settings)
+    if not tokenizer.eos_ids:
+        raise ValueError(
+            "the tokenizer names no end-of-sequence token; give its eos_token in tokenizer_config.json beside it"
+        )
     eos_id = tokenizer.eos_ids[0]
     stream = settings["batching"] == "windows"
     form = {

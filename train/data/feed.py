@@ -50,8 +50,11 @@ class Feed:
         return state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Goes on where a feed of the same plan stood."""
-        self._iterator.set_state(state)
+        """Goes on where a feed of the same plan stood; ValueError where the state is not one of `get_state`."""
+        try:
+            self._iterator.set_state(state)
+        except (TypeError, KeyError, ValueError) as error:
+            raise ValueError(f"the place in the data that a checkpoint holds cannot be read ({error})") from None
 
     def close(self) -> None:
         """Ends the threads; the feed yields no more."""
