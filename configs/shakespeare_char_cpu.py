@@ -4,7 +4,11 @@ r"""Tiny Shakespeare by characters, in nanoGPT's setting for a CPU.
 
 input.txt, or whatever path stands behind the colon, is the tiny Shakespeare file (1,115,394 characters); its first
 90% is for training, the rest for validation.
-4 layers, 4 heads, width 128, context 64, batches of 12 rows, 2,000 steps, no dropout.
+4 layers, 4 heads, width 128, context 64, batches of 12 rows, 2,000 steps, no dropout. The gated feed-forward of width
+256 has three quarters of the weights of nanoGPT's.
+
+Two to two and a half minutes on two CPU cores. Expect a validation loss of 1.67 nats per character; a third of the
+steps (--config.total_steps=666 --config.optimizer.warmup_steps=33) gives 1.87. scripts/compare_nanogpt.py runs both.
 """
 
 from __future__ import annotations

@@ -238,6 +238,13 @@ def test_a_learning_rate_out_of_bounds_ends_the_run_before_it_saves(home: Path) 
         trainer.run()
 
 
+def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> None:
+    """A config that a full disk has cut off is not a run with other settings."""
+    (tmp_path / "train_config.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"train_config.json is damaged"):
+        Trainer(text_config(home, {}), tmp_path)
+
+
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
@@ -248,6 +255,10 @@ def test_a_learning_rate_out_of_bounds_ends_the_run_before_it_saves(home: Path) 
         (text_config, {"model.vocab_size": 5}, "model.vocab_size=5: fewer than the"),
         (text_config, {"data.length": 65}, "data.length=65 is more than the model's max_length=64"),
         (text_config, {"data.rows_per_batch": 9, "optimizer.accumulate": 2}, "rows_per_batch=9 is not a multiple of 2"),
+        (text_config, {"optimizer.accumulate": 0}, "optimizer.accumulate=0: must be at least 1"),
+        (text_config, {"seed": 2**32}, "seed=4294967296: must be from 0"),
+        (text_config, {"model.head_size": 0}, "head_size=0: must be at least 1"),
+        (text_config, {"frozen": ("[",)}, r"frozen='\[' is no regular expression"),
         (text_config, {"compute_dtype": "float16"}, "compute_dtype='float16': choose float32 or bfloat16"),
         (text_config, {"label_smoothing": 1.0}, "label_smoothing=1.0: must be from 0 to below 1"),
         (text_config, {"optimizer.ema": 1.0}, "optimizer.ema=1.0: must be from 0"),
