@@ -187,7 +187,8 @@ class Typical:
         kept = kept.at[:, 0].set(True)
         whole = (~reach | kept[:, None]).all(axis=2)
         depth = jnp.where(whole, reach.sum(axis=2), 0)
-        likely = (reach * jnp.where(kept, parent_log_p, 0.0).at[:, 0].set(0.0)[:, None]).sum(axis=2)
+        counts = reach & kept.at[:, 0].set(False)[:, None]
+        likely = jnp.where(counts, parent_log_p[:, None], 0.0).sum(axis=2)
         best = jnp.argmax(jnp.where(depth == depth.max(axis=1, keepdims=True), likely, -jnp.inf), axis=1)
         on_path = jnp.take_along_axis(reach, best[:, None, None], axis=1)[:, 0]
 

@@ -537,7 +537,7 @@ def test_decoders_by_name() -> None:
     """Names and settings from a config become decoders; what does not exist is named, with what does."""
     assert make_decoder("autoregressive", {}) == dj.Autoregressive()
     assert make_decoder("prompt_lookup", {"num_draft": 3}) == dj.PromptLookup(num_draft=3)
-    with pytest.raises(ValueError, match=r"decoder='greedy': must be one of autoregressive, beam, prompt"):
+    with pytest.raises(ValueError, match=r"decoder='greedy': must be one of autoregressive, beam, jacobi"):
         make_decoder("greedy", {})
     with pytest.raises(ValueError, match=r"no settings called \['draft'\]; known: num_draft, max_ngram"):
         make_decoder("prompt_lookup", {"draft": 3})
