@@ -69,6 +69,7 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
     different = [name for name in different if not _is_free(name)]
     if different:
         listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
+        listed += f" and {len(different) - 5} more" if len(different) > 5 else ""
         raise ValueError(
             f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another "
             "--workdir, or remove that folder"
