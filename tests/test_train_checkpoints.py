@@ -283,7 +283,8 @@ def test_a_full_disk_costs_nothing_that_was_saved(two: Path) -> None:
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
-        assert folders(two) == {"10", "20"} and checkpoints.all_steps() == [10, 20]
+        # Another thread of the failed write may still be at it: its scratch folder is no checkpoint.
+        assert folders(two) - {"30.orbax-checkpoint-tmp"} == {"10", "20"} and checkpoints.all_steps() == [10, 20]
         checkpoints.wait()  # told once
         restored = checkpoints.restore(like(params(0.0)), like(STATE))
         assert restored is not None and restored.step == 20
