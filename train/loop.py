@@ -299,8 +299,8 @@ class Trainer:
                 continue
             self._settle(progress, *pending)
             pending = None
-            if validates:
-                self.validate(step)
+            if validates and (values := self.validate(step)):
+                say(f"step {step}: validation loss {values['validation_loss']:.4g}")
             if decodes:
                 self.decode_now(step)
             if saves or stops:
