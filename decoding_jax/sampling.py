@@ -346,26 +346,24 @@ def draw_siblings(
       top_k: finds the best of f32[B, V].
 
     Returns:
-      Tokens i32[B, count]; which of them the law can give, bool[B, count]; and the log of the law, f32[B, V].
+      Tokens i32[B, count]; which of them the law can give, bool[B, count]; and the log of the law up to a constant
+      per row, f32[B, V], which means something only where some row's temperature is above 0.
     """
 
     def sample(logits: Array) -> tuple[Array, Array]:
         law = filter_logits(sampling, logits)
         noise = position_noise(seed, rows, positions, logits.shape[-1])
         greedy = (sampling.temperature <= 0.0)[:, None]
-        return jnp.where(greedy, logits, law + noise), jax.nn.log_softmax(law)
-
-    def best_only(logits: Array) -> tuple[Array, Array]:
-        return logits, filter_logits(sampling, logits)
+        return jnp.where(greedy, logits, law + noise), law
 
     greedy_for_all = (sampling.temperature <= 0.0).all()
-    ranked, log_q = jax.lax.cond(greedy_for_all, best_only, sample, logits)
+    ranked, law = jax.lax.cond(greedy_for_all, lambda logits: (logits, logits), sample, logits)
     if count == 1:
         tokens = jnp.argmax(ranked, axis=-1)[:, None]
         values = jnp.take_along_axis(ranked, tokens, axis=1)
     else:
         values, tokens = top_k(ranked, count)
-    return tokens.astype(jnp.int32), values > -jnp.inf, log_q
+    return tokens.astype(jnp.int32), values > -jnp.inf, law
 
 
 def acceptance_uniforms(seed: Array, rows: Array, positions: Array, count: int) -> Array:

@@ -33,9 +33,10 @@ class Nodes:
       tokens: i32[B, W].
       parents: i32[B, W], a smaller index each; node 0's entry is ignored.
       verifiable: bool[B, W], nodes that may be accepted; node 0's entry is ignored.
-      log_q: f32[B, P, V], the log of the law that the children of nodes 0 .. P - 1 were drawn from, siblings
-        without replacement in the order of their index; None where nothing was drawn.
-      siblings: the most children of a node.
+      log_q: f32[B, P, V], the log, up to a constant, of the law that the children of nodes 0 .. P - 1 were drawn
+        from, siblings without replacement in the order of their index; None where nothing was drawn. It is read
+        only where some row's temperature is above 0.
+      siblings: the most children of a node, where there is a log_q.
     """
 
     tokens: Array
@@ -118,7 +119,7 @@ class Rejection:
         def sample(rows: Rows, node: Array, here: Array, children: Array) -> tuple[Array, Array]:
             p = jax.nn.softmax(sampling_lib.filter_logits(ctx.sampling, processed_logits(ctx, rows, here)))
             parent = jnp.minimum(node, log_q.shape[1] - 1)  # a node behind the last has no children
-            q = jnp.exp(jnp.take_along_axis(log_q, parent[:, None, None], axis=1)[:, 0])
+            q = jax.nn.softmax(jnp.take_along_axis(log_q, parent[:, None, None], axis=1)[:, 0])
             order = jnp.cumsum(children, axis=1)
             uniform = sampling_lib.acceptance_uniforms(ctx.seed, ctx.row_ids, rows.length, nodes.siblings)
 

@@ -373,7 +373,7 @@ class TreeLookup(Prefix):
         tokens = (jnp.take_along_axis(own, depths - 1, axis=1) + shifts) % vocab
         verifiable = jnp.arange(self.num_nodes)[None] < count
         parents = jnp.asarray(self.trees[0].parents) if len(self.trees) == 1 else pick("parents")
-        return Draft(tokens, verifiable, parents, depth=depth, siblings=self.num_nodes), state
+        return Draft(tokens, verifiable, parents, depth=depth), state
 
     def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> PyTree:
         carry = state.carry.replace(emitted=state.carry.emitted + result.emitted)

@@ -32,8 +32,8 @@ def report_memory(config: ConfigDict) -> str:
             f"init_from={config.init_from!r}: there is nothing to load here; describe its shape in model.*"
         )
     mesh = make_mesh(config.mesh)
-    layout = make_layout(config, model_config(config, None), mesh)
     check_rows(config, mesh)
+    layout = make_layout(config, model_config(config, None), mesh)
     rows = _rows(config)
     shapes = objective_of(config).abstract_batch(rows, config.data.length)
     batch = {

@@ -249,4 +249,5 @@ class Beam:
             finish_reason=[FINISH_REASONS[r] for r in best.reason[:, 0]],
             stats=Stats(model_calls=calls, draft_calls=zeros, drafted=zeros, accepted=zeros, tokens=lengths[:, 0]),
             candidates=Candidates(tokens, lengths, best.total, log_probs),
+            lossless=False,
         )

@@ -54,7 +54,7 @@ class ModelDraft(Prefix):
     @property
     def shape(self) -> Tree:
         """The draft's shape: the tree, or a chain of `num_draft`."""
-        return self.tree or Tree(tuple((0,) * depth for depth in range(1, self.num_draft + 1)))
+        return self.tree or Tree.of_branches((1,) * self.num_draft)
 
     @property
     def num_nodes(self) -> int:
@@ -111,60 +111,10 @@ class ModelDraft(Prefix):
         Returns:
           The draft, the cache, and how many calls of the draft model were made, i32[].
         """
-        shape, vocab_size = self.shape, ctx.rules.bias.shape[0]
-        levels, batch = shape.levels, rows.length.shape[0]
-        width = max(map(len, levels[1:]))
-        with_law = isinstance(self.rule, Rejection)
+        shape, root = self.shape, rows.length - 1
         capacity = rows.tokens.shape[1] + shape.size
+        width = max(map(len, shape.levels[1:]))
         plan = _plan(shape, width)
-
-        def draw(hidden: Array, carry: _Drafting, level: PyTree) -> _Drafting:
-            """The next level's tokens, from features [B, M, D] of this one."""
-            columns = hidden.shape[1]
-            logits = _fit(ctx.readout(hidden), vocab_size).reshape(batch * columns, vocab_size)
-            each = ctx.repeat_rows(columns) if columns > 1 else ctx
-            at = jnp.repeat(rows.length + level["depth"], columns)
-            history = jax.vmap(lambda row, path, end: jax.lax.dynamic_update_slice(row, path, (end,)))(
-                jnp.repeat(jnp.pad(rows.tokens, ((0, 0), (0, shape.depth))), columns, axis=0),
-                carry.paths[:, :columns].reshape(batch * columns, shape.depth),
-                jnp.repeat(rows.length, columns),
-            )
-            processed = process_logits(
-                each.sampling, ctx.rules, logits, history, each.prompt_lengths, at, ctx.stops.ends
-            )
-            tokens, possible, log_q = draw_siblings(
-                each.sampling, ctx.seed, each.row_ids, at, processed, shape.siblings, ctx.top_k
-            )
-            own = jnp.take_along_axis(logits, tokens, axis=1) - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-            per_level = lambda x: x.reshape(batch, columns, -1)
-            column = jnp.minimum(level["parent"], columns - 1)
-            pick = lambda x: per_level(x)[:, column, level["rank"]]
-            drawn, sure = pick(tokens), pick(jnp.exp(own) >= self.min_confidence)
-            going = carry.going[:, column]
-            paths = carry.paths[:, column].at[:, :, level["depth"]].set(drawn)
-            wanted = (lengths > level["depth"])[:, None] & ~rows.done[:, None]
-            count = going & wanted & pick(possible) & level["is_child"][None]
-            start = level["start"]
-            put = lambda buffer, x, at: jax.lax.dynamic_update_slice(buffer, x, (0, at, *[0] * (x.ndim - 2)))
-            return _Drafting(
-                tokens=put(carry.tokens, drawn, start),
-                verifiable=put(carry.verifiable, count, start),
-                laws=put(carry.laws, per_level(log_q), level["parents_start"]) if with_law else carry.laws,
-                level=drawn,
-                # A draft is dropped for what stands before it, never for its own value: that would bias the law.
-                going=count & sure,
-                paths=paths,
-            )
-
-        carry = _Drafting(
-            tokens=jnp.zeros((batch, shape.size + 1 + width), jnp.int32),
-            verifiable=jnp.zeros((batch, shape.size + 1 + width), bool),
-            laws=jnp.zeros((batch, shape.size + 1 + width if with_law else 0, vocab_size), jnp.float32),
-            level=jnp.broadcast_to(rows.last, (batch, width)),
-            going=jnp.ones((batch, width), bool),
-            paths=jnp.zeros((batch, width, shape.depth), jnp.int32),
-        )
-        root = rows.length - 1
 
         # The first call feeds what the cache does not hold for certain; writing a slot again changes nothing.
         at = root[:, None] - jnp.arange(committed)[None, ::-1]
@@ -175,36 +125,94 @@ class ModelDraft(Prefix):
             slots=jnp.where((at >= 0) & ~rows.done[:, None], at, capacity),
         )
         out = ctx.apply(inputs, cache)
-        carry = draw(out.hidden[:, -1:], carry, jax.tree.map(lambda x: x[0], plan))
+        first = jax.tree.map(lambda x: x[0], plan)
+        drafting = self._draw(ctx, rows, lengths, out.hidden[:, -1:], self._nothing_drawn(ctx, rows, width), first)
 
         def feed(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[_Drafting, PyTree]:
             drafting, cache = carry
             node = level["node"][None]
-            is_node = node <= shape.size
+            reach = jnp.broadcast_to(level["reach"], (len(rows.length), *level["reach"].shape))
             inputs = Inputs(
                 tokens=drafting.level,
-                positions=jnp.broadcast_to(root[:, None] + level["depth"], (batch, width)),
-                mask=tree_mask(root, jnp.broadcast_to(level["reach"], (batch, *level["reach"].shape)), capacity),
-                slots=jnp.where(drafting.going & is_node, root[:, None] + node, capacity),
+                positions=jnp.broadcast_to(root[:, None] + level["depth"], drafting.level.shape),
+                mask=tree_mask(root, reach, capacity),
+                slots=jnp.where(drafting.going & (node <= shape.size), root[:, None] + node, capacity),
             )
             out = ctx.apply(inputs, cache)
-            return draw(out.hidden, drafting, level), out.cache
+            return self._draw(ctx, rows, lengths, out.hidden, drafting, level), out.cache
 
         def next_level(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[tuple[_Drafting, PyTree], Array]:
             needed = ((lengths > level["depth"]) & carry[0].going.any(axis=1)).any()
             return jax.lax.cond(needed, feed, lambda carry, _: carry, carry, level), needed.astype(jnp.int32)
 
         rest = jax.tree.map(lambda x: x[1:], plan)
-        (carry, cache), fed = jax.lax.scan(next_level, (carry, out.cache), rest)
+        (drafting, cache), fed = jax.lax.scan(next_level, (drafting, out.cache), rest)
         draft = Draft(
-            tokens=carry.tokens[:, 1 : shape.size + 1],
-            verifiable=carry.verifiable[:, 1 : shape.size + 1],
+            tokens=drafting.tokens[:, 1 : shape.size + 1],
+            verifiable=drafting.verifiable[:, 1 : shape.size + 1],
             parents=None if self.tree is None else jnp.asarray(shape.parents, jnp.int32),
-            log_q=carry.laws[:, : levels[-1][0]] if with_law else None,
+            log_q=drafting.laws[:, : shape.levels[-1][0]] if self._keeps_laws else None,
             depth=shape.depth,
             siblings=shape.siblings,
         )
         return draft, cache, 1 + fed.sum()
+
+    @property
+    def _keeps_laws(self) -> bool:
+        return isinstance(self.rule, Rejection)
+
+    def _nothing_drawn(self, ctx: Context, rows: Rows, width: int) -> _Drafting:
+        """The root alone; buffers have room for a slice of M columns behind the last node."""
+        batch, nodes, vocab_size = len(rows.length), self.shape.size + 1 + width, ctx.rules.bias.shape[0]
+        return _Drafting(
+            tokens=jnp.zeros((batch, nodes), jnp.int32),
+            verifiable=jnp.zeros((batch, nodes), bool),
+            laws=jnp.zeros((batch, nodes if self._keeps_laws else 0, vocab_size), jnp.float32),
+            level=jnp.broadcast_to(rows.last, (batch, width)),
+            going=jnp.ones((batch, width), bool),
+            paths=jnp.zeros((batch, width, self.shape.depth), jnp.int32),
+        )
+
+    def _draw(
+        self, ctx: Context, rows: Rows, lengths: Array, hidden: Array, drafting: _Drafting, level: PyTree
+    ) -> _Drafting:
+        """Draws the next level from features [B, M, D] of this one; of the root alone M is 1."""
+        batch, columns, depth = *hidden.shape[:2], level["depth"]
+        vocab_size = ctx.rules.bias.shape[0]
+        logits = _fit(ctx.readout(hidden), vocab_size).reshape(batch * columns, vocab_size)
+        each = ctx.repeat_rows(columns) if columns > 1 else ctx
+        at = jnp.repeat(rows.length + depth, columns)
+        # Penalties see the prefix and the tokens on the way to a node.
+        tokens_before = jax.vmap(lambda row, path, end: jax.lax.dynamic_update_slice(row, path, (end,)))(
+            jnp.repeat(jnp.pad(rows.tokens, ((0, 0), (0, self.shape.depth))), columns, axis=0),
+            drafting.paths[:, :columns].reshape(batch * columns, self.shape.depth),
+            jnp.repeat(rows.length, columns),
+        )
+        processed = process_logits(
+            each.sampling, ctx.rules, logits, tokens_before, each.prompt_lengths, at, ctx.stops.ends
+        )
+        tokens, possible, law = draw_siblings(
+            each.sampling, ctx.seed, each.row_ids, at, processed, self.shape.siblings, ctx.top_k
+        )
+        own = jnp.take_along_axis(logits, tokens, axis=1) - jax.nn.logsumexp(logits, axis=1, keepdims=True)
+
+        column = jnp.minimum(level["parent"], columns - 1)
+        by_column = lambda x: x.reshape(batch, columns, -1)
+        of_children = lambda x: by_column(x)[:, column, level["rank"]]
+        drawn, sure = of_children(tokens), of_children(jnp.exp(own) >= self.min_confidence)
+        wanted = (lengths > depth)[:, None] & ~rows.done[:, None] & level["is_child"][None]
+        counts = drafting.going[:, column] & wanted & of_children(possible)
+        put = lambda buffer, x, at: jax.lax.dynamic_update_slice(buffer, x, (0, at, *[0] * (x.ndim - 2)))
+        laws = drafting.laws
+        return _Drafting(
+            tokens=put(drafting.tokens, drawn, level["start"]),
+            verifiable=put(drafting.verifiable, counts, level["start"]),
+            laws=put(laws, by_column(law), level["parents_start"]) if self._keeps_laws else laws,
+            level=drawn,
+            # A draft is dropped for what stands before it, never for its own value: that would bias the law.
+            going=counts & sure,
+            paths=drafting.paths[:, column].at[:, :, depth].set(drawn),
+        )
 
 
 _FORGET = 0.9  # what a round counts for in the next one: the history remembers about ten rounds

@@ -110,7 +110,6 @@ class Lookahead(Prefix):
             verifiable=jnp.concatenate([jnp.zeros(riders.shape, bool), new], axis=1),
             parents=jnp.concatenate([window_parents, jnp.where(parents > 0, parents + self.num_riders, 0)], axis=1),
             depth=length,
-            siblings=self.candidates,
             riders=self.num_riders,
         )
         return draft, state

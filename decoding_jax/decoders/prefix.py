@@ -38,10 +38,8 @@ class Draft:
       verifiable: bool[B, W], the proposals that count; a row may have fewer than W.
       parents: None for a chain. For a tree i32[W] or i32[B, W], each proposal's parent: 0 is the last
         committed token, i + 1 is proposal i. A parent comes before its children, and siblings differ.
-      log_q: f32[B, P, V], the log of the law that the children of nodes 0 .. P - 1 were drawn from; None
-        where nothing was drawn.
+      log_q, siblings: as in `Nodes`.
       depth: the most proposals on any path.
-      siblings: the most children of a node.
       riders: how many of the proposals, the first ones, are never verified: they are scored in the same call
         for the method's own use.
     """

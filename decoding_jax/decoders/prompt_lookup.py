@@ -101,4 +101,4 @@ class PromptLookup(Prefix):
         if self.num_matches == 1:
             return Draft(chains[:, 0], step[0] < longest, depth=self.num_draft), state
         nodes, parents, new = merge_chains(chains, longest)
-        return Draft(nodes, new, parents, depth=self.num_draft, siblings=self.num_matches), state
+        return Draft(nodes, new, parents, depth=self.num_draft), state
