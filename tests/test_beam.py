@@ -86,9 +86,9 @@ def test_a_wide_beam_finds_the_best_of_all(name: str, length_penalty: float) -> 
         max_new_tokens=HORIZON,
         sampling=dj.Sampling(**settings),
         stop=dj.Stop(strings=strings),
-    assert best is not None and best.text is not None and out.text is not None and not out.lossless
+    )
     best = out.candidates
-    assert best is not None and best.text is not None and out.text is not None
+    assert best is not None and best.text is not None and out.text is not None and not out.lossless
     for row, prompt in enumerate(PROMPTS):
         every = hypotheses(prompt, {**settings, "temperature": 1.0}, eos, strings, HORIZON)
         scores = {o: total / len(o) ** length_penalty for o, total in every.items()}
