@@ -19,13 +19,38 @@ The four best continuations of each prompt:
     python scripts/decode.py --config=configs/decode_smollm2.py \
         --input=prompts.jsonl --output=outputs/beam \
         --config.decoder=beam --config.beam.n_best=4
+
+Drafting with a copy of the model in int8, for the same text in fewer calls of the model itself:
+
+    python scripts/decode.py --config=configs/decode_smollm2.py \
+        --input=prompts.jsonl --output=outputs/int8 \
+        --config.decoder=self_speculative --config.drafter=int8 --config.self_speculative.num_draft=4
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import ml_collections
+from ml_collections.config_dict import placeholder
 
 from decoding_jax.checkpoints.cache_files import cache_dir
+
+
+def drafting(**more: Any) -> ml_collections.ConfigDict:
+    """The settings of drafting with a model."""
+    return ml_collections.ConfigDict(
+        {
+            "num_draft": 5,
+            "acceptance": "coupled",  # or "rejection", or "typical", which is not lossless
+            "tree": placeholder(tuple),  # children at each depth, (2,1,1), or paths, ((0,),(1,),(0,0)); none: a chain
+            "adaptive": False,
+            "draft_cost": 0.1,
+            "position_cost": 0.02,
+            "min_confidence": 0.0,
+            **more,
+        }
+    )
 
 
 def get_config() -> ml_collections.ConfigDict:
@@ -38,8 +63,22 @@ def get_config() -> ml_collections.ConfigDict:
 
     # One of decoding_jax.registry.DECODERS; the settings of the others are ignored.
     config.decoder = "autoregressive"
-    config.prompt_lookup = ml_collections.ConfigDict({"num_draft": 8, "max_ngram": 3, "min_ngram": 1})
+    config.autoregressive = ml_collections.ConfigDict()
     config.beam = ml_collections.ConfigDict({"num_beams": 4, "length_penalty": 1.0, "n_best": 1})
+    config.jacobi = ml_collections.ConfigDict({"block_length": 8, "sliding": True})
+    config.lookahead = ml_collections.ConfigDict(
+        {"window": 7, "ngram": 5, "candidates": 7, "pool_size": 512, "prompt_ngrams": False}
+    )
+    config.prompt_lookup = ml_collections.ConfigDict(
+        {"num_draft": 8, "max_ngram": 3, "min_ngram": 1, "weak_draft": 2, "num_matches": 1}
+    )
+    config.speculative = drafting()  # drafts with config.drafter
+    # Drafts with a part of the model, by exit_layer or skip_layers, or else with config.drafter="int8".
+    config.self_speculative = drafting(exit_layer=placeholder(int), skip_layers=())
+
+    # The model that drafts, of the same vocabulary: what `dj.load` takes, "int8" for a copy of the model with coarser
+    # weights, "" for none.
+    config.drafter = ""
 
     # The numbers of `dj.Sampling`; temperature 0 is greedy.
     config.sampling = ml_collections.ConfigDict(

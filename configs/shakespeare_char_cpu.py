@@ -2,8 +2,10 @@ r"""Tiny Shakespeare by characters, in nanoGPT's setting for a CPU.
 
     python -m train --config=configs/shakespeare_char_cpu.py:input.txt
 
-input.txt, or whatever path stands behind the colon, is the tiny Shakespeare file (1,115,394 characters); its first
-90% is for training, the rest for validation.
+input.txt, or whatever path stands behind the colon, is the tiny Shakespeare file (1,115,394 characters),
+https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt; its first 90% is for
+training, the rest for validation.
+
 4 layers, 4 heads, width 128, context 64, batches of 12 rows, 2,000 steps, no dropout. The gated feed-forward of width
 256 has three quarters of the weights of nanoGPT's.
 

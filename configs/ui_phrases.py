@@ -11,8 +11,7 @@ test split
 
 (BLEU of characters for Chinese) by
 
-    python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de --config=configs/ui_phrases.py:en-de \
-        --decoders=autoregressive,beam
+    python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de
 
 16,297 pairs are few: many words of the test split occur nowhere in training, and a phrase has several good
 translations, so these are scores of a small teacher and not of good translation.

@@ -10,11 +10,12 @@ from decoding_jax.decoders.prompt_lookup import PromptLookup
 from decoding_jax.decoders.self_speculative import SelfSpeculative
 from decoding_jax.decoders.speculative import Speculative
 from decoding_jax.loop import Decoder, compile_clock, enable_compilation_cache
+from decoding_jax.models.quantized import quantized
 from decoding_jax.models.sharding import tensor_parallel
 from decoding_jax.models.uncached import uncached_model
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import Stop
-from decoding_jax.trees import Tree
+from decoding_jax.trees import DynamicTree, Tree
 from decoding_jax.types import Cache, Candidates, DecodeOutput, Features, Inputs, Model, Stats, Trace
 
 __all__ = [
@@ -24,6 +25,7 @@ __all__ = [
     "Candidates",
     "DecodeOutput",
     "Decoder",
+    "DynamicTree",
     "Features",
     "Inputs",
     "Jacobi",
@@ -43,6 +45,7 @@ __all__ = [
     "decode",
     "enable_compilation_cache",
     "load",
+    "quantized",
     "save",
     "save_huggingface",
     "score",

@@ -16,7 +16,15 @@ from jax.sharding import Mesh
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import ALL_STEPS, Decoder, compile_clock, run, start
 from decoding_jax.masks import causal_mask
-from decoding_jax.prepare import Call, Prompts, encode_prompt, encode_prompts, prepare
+from decoding_jax.prepare import (
+    Call,
+    Prompts,
+    check_draft_length,
+    encode_prompt,
+    encode_prompts,
+    prepare,
+    takes_drafter,
+)
 from decoding_jax.rows import Context
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import NOT_ENDED, Automaton, Stop
@@ -104,11 +112,12 @@ def check_decoder(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
     if needs_prefix and not hasattr(decoder, "propose"):
         name = type(decoder).__name__
         raise ValueError(f"{needs_prefix}: {name} may revise its output until the end; use decode without it")
-    takes = getattr(decoder, "takes_drafter", False)
-    if takes != (call.ctx.drafter is not None):
+    if takes_drafter(decoder) != (call.ctx.drafter is not None):
         name = type(decoder).__name__
-        remedy = "give decode(..., drafter=model)" if takes else "leave it out, or use Speculative()"
-        raise ValueError(f"drafter: {name} {'needs a second model' if takes else 'takes none'}; {remedy}")
+        if call.ctx.drafter is None:
+            raise ValueError(f"drafter: {name} needs a second model, and there is none; give one as drafter")
+        raise ValueError(f"drafter: {name} takes none; leave it out, or choose Speculative (in configs speculative)")
+    check_draft_length(decoder, call.left, "every prompt")
     if check := getattr(decoder, "check", None):
         check(call.ctx)
 

@@ -8,7 +8,7 @@ later, and its parts are the same bytes as if it had never stopped:
     batches   `batch_size` rows of a group; its last batch is filled up with copies that are dropped
     parts     `batches_per_part` batches, in a file that appears whole or not at all
 
-A folder's plan.json says which job its parts belong to; parts that are there are not decoded again.
+A folder's plan.json says which job its parts belong to; parts that are there, whole, are not decoded again.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import fcntl
 import hashlib
 import json
+import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -31,7 +32,14 @@ from decoding_jax.api import check_decoder, decode
 from decoding_jax.checkpoints.cache_files import scratch_file, sha256_of_file, write_atomically
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import Decoder
-from decoding_jax.prepare import bucket, check_length, encode_prompt, prepare
+from decoding_jax.prepare import (
+    bucket,
+    check_draft_length,
+    check_length,
+    context_left,
+    encode_prompt,
+    prepare,
+)
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import Stop
 from decoding_jax.types import DecodeOutput, Model
@@ -40,12 +48,15 @@ PLAN, ERRORS, SUMMARY, STDIN = "plan.json", "errors.jsonl", "summary.json", "std
 PARTS = "part-*-of-*.jsonl"
 _STEPS_PER_CALL = 32  # between two returns to Python, where signals are heard
 
+logger = logging.getLogger("decoding_jax")
+
 
 @dataclasses.dataclass(frozen=True)
 class Job:
     """How rows are decoded; see `decode`. All but `mesh` decides what the parts hold.
 
     Attributes:
+      drafter: a second model that drafts, for decoders that take one.
       batch_size: rows decoded together.
       batches_per_part: batches whose rows are written at once.
     """
@@ -58,6 +69,7 @@ class Job:
     batch_size: int = 8
     batches_per_part: int = 4
     mesh: Mesh | None = None
+    drafter: Model | None = None
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "batches_per_part"):
@@ -76,7 +88,9 @@ def check_job(model: Model, job: Job) -> None:
             f"max_new_tokens={job.max_new_tokens}: leaves no room for a prompt in the model's context of "
             f"{model.max_length}; choose a smaller budget"
         )
-    call = prepare(model, [[0]], job.max_new_tokens, job.sampling, job.stop, job.seed, None, job.mesh)
+    call = prepare(
+        model, [[0]], job.max_new_tokens, job.sampling, job.stop, job.seed, None, job.mesh, drafter=job.drafter
+    )
     check_decoder(job.decoder, call)
 
 
@@ -99,7 +113,11 @@ class Row:
 
 
 def read_rows(
-    model: Model, files: Sequence[tuple[str, Path]], max_new_tokens: int
+    model: Model,
+    files: Sequence[tuple[str, Path]],
+    max_new_tokens: int,
+    decoder: Decoder = Autoregressive(),
+    drafter: Model | None = None,
 ) -> tuple[list[Row], list[dict[str, Any]]]:
     """Reads files of JSON lines, each {"id", and one of "prompt", "messages", "tokens"} (or "source", "tokens").
 
@@ -107,6 +125,8 @@ def read_rows(
       model: its tokenizer makes ids of text, once.
       files: the names that errors are reported under, and where the files are.
       max_new_tokens: the budget that must fit into the context behind each prompt.
+      decoder: whose drafts must fit there too.
+      drafter: a second model that must take the prompts as well.
 
     Returns:
       The good lines, and for each bad one {"file" (where there are several), "line" (counted from 1), "id"
@@ -125,7 +145,9 @@ def read_rows(
             if identity in seen:
                 raise ValueError(f"id {identity!r} belongs to an earlier line; give every line its own")
             seen.add(identity)
-            rows.append(Row(number, identity, _prompt(model, fields, max_new_tokens)))
+            field, ids = _prompt(model, fields)
+            _check_room(model, drafter, decoder, ids, max_new_tokens, field)
+            rows.append(Row(number, identity, np.array(ids, np.int32)))
         except ValueError as error:
             errors.append(place | {"reason": str(error)})
     return rows, errors
@@ -172,8 +194,8 @@ _PROMPTS = {"prompt": (str, "a text"), "messages": (list, "a list of messages")}
 _SOURCES = {"source": (str, "a text")} | _TOKENS  # of encoder-decoders
 
 
-def _prompt(model: Model, fields: dict[str, Any], max_new_tokens: int) -> np.ndarray:
-    """The token ids of a line, i32[T]; ValueError says why it cannot be decoded."""
+def _prompt(model: Model, fields: dict[str, Any]) -> tuple[str, list[int]]:
+    """Which field of a line holds its prompt, and the prompt's token ids; ValueError says why there are none."""
     kinds = _PROMPTS if model.encode is None else _SOURCES
     given = [name for name in _PROMPTS | _SOURCES if name in fields]
     if len(given) != 1 or given[0] not in kinds:
@@ -186,9 +208,19 @@ def _prompt(model: Model, fields: dict[str, Any], max_new_tokens: int) -> np.nda
         raise ValueError(f"messages={value!r}: must be objects with role and content, at least one")
     if name == "tokens" and value and isinstance(value[0], dict):
         raise ValueError("tokens holds objects; chat goes into messages")
-    ids = encode_prompt(model, value, name)
-    check_length(model, ids, max_new_tokens if model.encode is None else 0, name)
-    return np.array(ids, np.int32)
+    return name, encode_prompt(model, value, name)
+
+
+def _check_room(
+    model: Model, drafter: Model | None, decoder: Decoder, ids: list[int], max_new_tokens: int, name: str
+) -> None:
+    """ValueError where a prompt, called `name`, leaves the models too little of their context."""
+    budget = max_new_tokens if model.encode is None else 0
+    check_length(model, ids, budget, name)
+    if drafter is not None:
+        check_length(drafter, ids, budget, name, "drafter")
+    if model.encode is None:
+        check_draft_length(decoder, context_left(model, drafter, len(ids)), name)
 
 
 # --- The plan
@@ -233,12 +265,18 @@ def part_names(count: int) -> list[str]:
     return [f"part-{k:05d}-of-{count:05d}.jsonl" for k in range(count)]
 
 
-def describe_job(files: Sequence[tuple[str, Path]], job: Job, model_name: str, dtype: str) -> dict[str, Any]:
-    """What plan.json holds: the input's digests and every setting that decides what the parts hold."""
+def describe_job(
+    files: Sequence[tuple[str, Path]], job: Job, model_name: str, dtype: str, drafter_name: str | None = None
+) -> dict[str, Any]:
+    """What plan.json holds: the input's digests and every setting that decides what the parts hold.
+
+    Another drafter may change no token, but it changes what the parts say of the drafts.
+    """
     described = {
         "input_sha256": [sha256_of_file(path) for _, path in files],
         "input_names": [name for name, _ in files] if len(files) > 1 else [],  # errors.jsonl has them
         "model": model_name,
+        "drafter": drafter_name,
         "dtype": dtype,
         "decoder": repr(job.decoder),
         "max_new_tokens": job.max_new_tokens,
@@ -255,8 +293,12 @@ def describe_job(files: Sequence[tuple[str, Path]], job: Job, model_name: str, d
 # --- The output folder
 
 
-def open_folder(folder: Path) -> int:
-    """Makes a folder, locks it, and clears away what a killed run was writing.
+def lock_folder(folder: Path, flag: str) -> int:
+    """Makes a folder and locks it.
+
+    Args:
+      folder: the folder.
+      flag: what errors call it.
 
     Returns:
       A file descriptor; the lock is held until it is closed or the process ends.
@@ -270,14 +312,22 @@ def open_folder(folder: Path) -> int:
             pass
         descriptor = os.open(folder, os.O_RDONLY)
     except OSError as error:
-        raise ValueError(f"output={str(folder)!r} cannot be written ({error}); choose another folder") from None
+        raise ValueError(f"{flag}={str(folder)!r} cannot be written ({error}); choose another --{flag}") from None
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(descriptor)
-        raise ValueError(f"output={str(folder)!r}: another process is writing there; wait for it") from None
+        raise ValueError(
+            f"{flag}={str(folder)!r}: another process is writing there; wait for it, or choose another --{flag}"
+        ) from None
     except OSError:
         pass  # some network file systems have no locks
+    return descriptor
+
+
+def open_folder(folder: Path) -> int:
+    """Locks an output folder as `lock_folder` does, and clears away what a killed run was writing."""
+    descriptor = lock_folder(folder, "output")
     for name in (PARTS, PLAN, ERRORS, SUMMARY, STDIN):
         for leftover in folder.glob(scratch_file(Path(name)).name):
             leftover.unlink(missing_ok=True)
@@ -320,7 +370,7 @@ def check_folder(folder: Path, plan: dict[str, Any]) -> None:
     if changed:
         raise ValueError(
             f"output={str(folder)!r} holds parts of another job (different: {', '.join(changed)}); choose "
-            "another folder, or discard them with --overwrite"
+            "another --output, or discard them with --overwrite"
         )
 
 
@@ -360,6 +410,37 @@ def start_folder(
         write_atomically(folder / ERRORS, _json_lines(errors))
     else:
         (folder / ERRORS).unlink(missing_ok=True)
+
+
+def find_parts(folder: Path, rows: Sequence[Row], parts: Sequence[Sequence[Batch]]) -> list[bool]:
+    """Which parts are in the folder, whole; one that was cut or changed since it was written is removed and named.
+
+    Args:
+      folder: from `open_folder` and `start_folder`.
+      rows, parts: what the parts must hold: a line for each row, in order.
+
+    Raises:
+      OSError: a part cannot be read or removed.
+    """
+    return [
+        _is_whole(folder / name, [rows[i].id for batch in part for i in batch.rows])
+        for name, part in zip(part_names(len(parts)), parts, strict=True)
+    ]
+
+
+def _is_whole(file: Path, ids: Sequence[str | int]) -> bool:
+    if not file.exists():
+        return False
+    data = file.read_bytes()
+    try:
+        records = [json.loads(line) for line in data.splitlines()]
+        whole = [record["id"] for record in records] == ids and _json_lines(records) == data
+    except (ValueError, TypeError, KeyError):
+        whole = False
+    if not whole:
+        logger.warning("%s is damaged (not the %d lines that were written); it is decoded again", file, len(ids))
+        file.unlink()
+    return whole
 
 
 def _json_lines(records: Sequence[dict[str, Any]]) -> bytes:
@@ -413,7 +494,7 @@ def run_job(
     folder: Path,
     on_batch: Callable[[Tally], None] = lambda tally: None,
 ) -> Tally:
-    """Decodes the parts that are not in the folder yet and writes each when it is complete.
+    """Decodes the parts that are not in the folder yet, or not whole, and writes each when it is complete.
 
     Args:
       model: the model.
@@ -424,10 +505,10 @@ def run_job(
       on_batch: called at the start and after every batch; what it raises stops the job.
 
     Raises:
-      OSError: a part cannot be written.
+      OSError: a part cannot be read or written.
     """
     names = part_names(len(parts))
-    there = [(folder / name).exists() for name in names]
+    there = find_parts(folder, rows, parts)
     kept = sum(len(batch.rows) for part, done in zip(parts, there, strict=True) if done for batch in part)
     tally = Tally(kept_parts=sum(there), kept_rows=kept)
     on_batch(tally)
@@ -449,6 +530,7 @@ def _decode_batch(model: Model, job: Job, rows: Sequence[Row]) -> DecodeOutput:
         model,
         [row.prompt for row in rows],
         job.decoder,
+        drafter=job.drafter,
         max_new_tokens=job.max_new_tokens,
         sampling=job.sampling,
         stop=job.stop,

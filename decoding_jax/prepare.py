@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -89,18 +89,61 @@ def encode_prompts(model: Model, prompts: Prompts) -> list[list[int]]:
     return [encode_prompt(model, p, f"prompts[{i}]") for i, p in enumerate(_as_list(prompts))]
 
 
-def check_length(model: Model, ids: Sequence[int] | np.ndarray, max_new_tokens: int, name: str) -> None:
-    """ValueError where a prompt, called `name`, and its budget do not fit into the model's context."""
+def check_length(
+    model: Model, ids: Sequence[int] | np.ndarray, max_new_tokens: int, name: str, whose: str = "model"
+) -> None:
+    """ValueError where a prompt, called `name`, and its budget do not fit into the context of the `whose` model."""
     if model.max_length is None or len(ids) + max_new_tokens <= model.max_length:
         return
     if not max_new_tokens:
         raise ValueError(
-            f"{name} has {len(ids)} tokens, more than the model's context of {model.max_length}; shorten it"
+            f"{name} has {len(ids)} tokens, more than the {whose}'s context of {model.max_length}; shorten it"
         )
     raise ValueError(
-        f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together more than the model's "
+        f"{name} has {len(ids)} tokens and max_new_tokens={max_new_tokens}: together more than the {whose}'s "
         f"context of {model.max_length}; shorten the prompt or the budget"
     )
+
+
+def context_left(model: Model, drafter: Model | None, length: int) -> int | None:
+    """How many tokens the contexts of the model and its drafter have left behind `length` others; None: no bound."""
+    bounds = [m.max_length for m in (model, drafter) if m is not None and m.max_length is not None]
+    return min(bounds) - length if bounds else None
+
+
+# What sets the length of a decoder's drafts, and that length.
+_DRAFT_LENGTHS: Mapping[str, Callable[[Any], int]] = {
+    "tree": lambda tree: tree.depth,
+    "num_draft": lambda count: count,
+    "block_length": lambda count: count,
+    "ngram": lambda size: size - 1,
+}
+
+
+def check_draft_length(decoder: Any, left: int | None, name: str) -> None:
+    """ValueError where no draft ever fits into the context that is left behind a prompt, called `name`.
+
+    Drafts that fit at first and not near the end are no error: they are cut.
+
+    Args:
+      decoder: any.
+      left: from `context_left`, for the shortest prompt.
+      name: of that prompt.
+    """
+    given = [key for key in _DRAFT_LENGTHS if getattr(decoder, key, None) is not None]
+    if left is None or not given:
+        return
+    setting, value = given[0], getattr(decoder, given[0])
+    if (length := _DRAFT_LENGTHS[setting](value)) > left:
+        raise ValueError(
+            f"{setting}={value}: a draft has {length} tokens, and behind {name} the context has only {left} left; "
+            "draft fewer, or shorten the prompt"
+        )
+
+
+def takes_drafter(decoder: Any) -> bool:
+    """Whether a decoder has to be given a second model that drafts."""
+    return bool(getattr(decoder, "takes_drafter", False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,11 +154,13 @@ class Call:
       ctx: on the device (or devices).
       batch: rows that were asked for; further rows of `ctx` are padding and done from the start.
       automaton: finds the stop strings in text.
+      left: from `context_left`, behind the shortest prompt.
     """
 
     ctx: Context
     batch: int
     automaton: Automaton | None
+    left: int | None
 
 
 def _with_special_strings(model: Model, stop: Stop) -> Stop:
@@ -153,7 +198,8 @@ def prepare(
     for i, prompt in enumerate(ids):
         check_length(model, prompt, max_new_tokens, f"prompts[{i}]")
     if drafter is not None:
-        check_drafter(model, drafter, max(len(prompt) for prompt in ids) + max_new_tokens)
+        longest_source = max(map(len, sources or [[]]))
+        check_drafter(model, drafter, max(longest_source, max(map(len, ids)) + max_new_tokens))
     if not _is_id(seed) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1")
     batch = len(ids)
@@ -189,7 +235,8 @@ def prepare(
         "source_lengths": source_lengths,
     }
     ctx = Context(**host, model=model.spec, drafter=None if drafter is None else drafter.spec)
-    return Call(_place(ctx, model, drafter, mesh), batch, automaton)
+    left = context_left(model, drafter, min(map(len, ids)))
+    return Call(_place(ctx, model, drafter, mesh), batch, automaton, left)
 
 
 def check_drafter(model: Model, drafter: Model, longest: int) -> None:

@@ -1,9 +1,9 @@
-"""Decoders by name, for configs and command lines: those that need no second model."""
+"""Decoders by name, with settings as configs and command lines can write them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from decoding_jax.decoders.autoregressive import Autoregressive
@@ -11,7 +11,11 @@ from decoding_jax.decoders.beam import Beam
 from decoding_jax.decoders.jacobi import Jacobi
 from decoding_jax.decoders.lookahead import Lookahead
 from decoding_jax.decoders.prompt_lookup import PromptLookup
+from decoding_jax.decoders.self_speculative import SelfSpeculative
+from decoding_jax.decoders.speculative import Speculative
 from decoding_jax.loop import Decoder
+from decoding_jax.prepare import takes_drafter
+from decoding_jax.trees import DynamicTree, Tree
 
 DECODERS: Mapping[str, type[Decoder]] = {
     "autoregressive": Autoregressive,
@@ -19,6 +23,8 @@ DECODERS: Mapping[str, type[Decoder]] = {
     "jacobi": Jacobi,
     "lookahead": Lookahead,
     "prompt_lookup": PromptLookup,
+    "self_speculative": SelfSpeculative,
+    "speculative": Speculative,
 }
 
 T = TypeVar("T")
@@ -37,15 +43,69 @@ def from_settings(cls: type[T], name: str, settings: Mapping[str, Any]) -> T:
     return cls(**settings)
 
 
-def make_decoder(name: str, settings: Mapping[str, Any]) -> Decoder:
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)
+
+
+def read_tree(value: Any) -> Tree | DynamicTree | None:
+    """A draft tree from branching factors, such as (2, 1, 1), or from a list of paths; None is a chain.
+
+    Trees stay what they are.
+
+    >>> read_tree((2, 1)) == read_tree(((0,), (1,), (0, 0), (1, 0)))
+    True
+
+    Raises:
+      ValueError: it is neither, or a path is there twice or lacks its parent or a sibling before it.
+    """
+    if value is None or isinstance(value, Tree | DynamicTree):
+        return value
+    whole = lambda numbers: all(type(n) is int for n in numbers)
+    if _is_list(value) and value and whole(value) and min(value) > 0:
+        return Tree.of_branches(value)
+    if _is_list(value) and value and all(_is_list(path) and whole(path) for path in value):
+        return Tree(tuple(map(tuple, value)))
+    raise ValueError(
+        f"tree={value!r}: give the children of a node at each depth, such as (2, 1, 1), or paths, such as "
+        "((0,), (1,), (0, 0))"
+    )
+
+
+def read_layers(value: Any) -> tuple[int, ...]:
+    """Numbers of layers; ValueError where it is no list of whole numbers."""
+    if not _is_list(value) or not all(type(n) is int for n in value):
+        raise ValueError(f"skip_layers={value!r}: give numbers of layers, such as (1, 3)")
+    return tuple(value)
+
+
+# Settings that configs write otherwise than decoders take them.
+_READERS: Mapping[str, Callable[[Any], Any]] = {"tree": read_tree, "skip_layers": read_layers}
+
+
+def make_decoder(name: str, settings: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
     """The decoder called `name`, a key of `DECODERS`, with its settings.
+
+    Args:
+      name: of the decoder.
+      settings: its fields; those that are not given keep their defaults. See `read_tree` for `tree`.
+      has_drafter: whether its caller has a second model for it.
 
     >>> make_decoder("prompt_lookup", {"num_draft": 4})
     PromptLookup(num_draft=4, max_ngram=3, min_ngram=1, weak_draft=2, num_matches=1)
+    >>> make_decoder("speculative", {"tree": (1, 1)}, has_drafter=True).tree.paths
+    ((0,), (0, 0))
 
     Raises:
-      ValueError: no such decoder or setting, or a value that the decoder refuses.
+      ValueError: no such decoder or setting, a value that the decoder refuses, or a decoder that needs a drafter
+        where there is none.
     """
     if name not in DECODERS:
         raise ValueError(f"decoder={name!r}: must be one of {', '.join(DECODERS)}")
-    return from_settings(DECODERS[name], name, settings)
+    read = {key: _READERS[key](value) if key in _READERS else value for key, value in settings.items()}
+    decoder = from_settings(DECODERS[name], name, read)
+    if takes_drafter(decoder) and not has_drafter:
+        raise ValueError(
+            f"decoder={name!r} drafts with a second model, and none is given; give a drafter where there is a setting "
+            "for it, or choose another decoder"
+        )
+    return decoder

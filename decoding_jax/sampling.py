@@ -307,6 +307,17 @@ def position_noise(seed: Array, rows: Array, positions: Array, vocab_size: int, 
     return jax.vmap(one)(rows, positions)
 
 
+def _best(values: Array) -> Array:
+    """argmax over the last axis of values f32[B, V] that are made of noise: i32[B], the lowest index of a tie.
+
+    Two plain reductions, since XLA's CPU backend makes the noise inside of an argmax, without vector instructions and
+    several times slower. A row of NaN gives the last index, which is a token too.
+    """
+    index = jnp.arange(values.shape[-1], dtype=jnp.int32)[None]
+    at_best = jnp.where(values == values.max(axis=-1, keepdims=True), index, values.shape[-1] - 1)
+    return at_best.min(axis=-1)
+
+
 def draw(sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, logits: Array) -> Array:
     """Draws each row's token at its position: argmax of log p + noise (Gumbel-max), argmax where greedy.
 
@@ -322,10 +333,10 @@ def draw(sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, l
 
     def sample(logits: Array) -> Array:
         noise = position_noise(seed, rows, positions, logits.shape[-1])
-        return jnp.argmax(filter_logits(sampling, logits) + noise, axis=-1)
+        return _best(filter_logits(sampling, logits) + noise)
 
     greedy_for_all = (sampling.temperature <= 0.0).all()
-    return jax.lax.cond(greedy_for_all, lambda x: jnp.argmax(x, axis=-1), sample, logits).astype(jnp.int32)
+    return jax.lax.cond(greedy_for_all, lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32), sample, logits)
 
 
 def draw_siblings(
@@ -382,4 +393,4 @@ def draw_residual(sampling: SamplingArrays, seed: Array, rows: Array, positions:
     """
     noise = position_noise(seed, rows, positions, law.shape[-1], RESIDUAL)
     noise = jnp.where((sampling.temperature <= 0.0)[:, None], 0.0, noise)
-    return jnp.argmax(jnp.log(law) + noise, axis=-1).astype(jnp.int32)
+    return _best(jnp.log(law) + noise)

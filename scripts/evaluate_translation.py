@@ -1,12 +1,15 @@
 r"""Scores a trained translation model: decodes a test set with several decoders and prints a table.
 
-    python scripts/evaluate_translation.py --model=workdirs/multi30k-multi30k --config=configs/multi30k.py:multi30k
-    python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de --config=configs/ui_phrases.py:en-de \
-        --decoders=autoregressive,beam --config.evaluation.beam.num_beams=8 --split=validation --examples=100
+    python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de
+    python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de --split=validation --examples=100 \
+        --decoders=autoregressive,beam --config.evaluation.beam.num_beams=8
 
-The model is the run's best checkpoint; the decoders' settings are those of config.evaluation. BLEU and chrF are
-sacrebleu's, with their signatures; --tokenised adds the BLEU of Multi30k papers: lower-cased and tokenised by Moses'
-rules.
+The model is the run's best checkpoint. Data and settings are those of its run; others come with --config=configs/x.py
+(what differs in the data is said) or --config.name=value. The decoders' settings are those of config.evaluation.
+
+BLEU and chrF are sacrebleu's, with their signatures; --tokenised adds the BLEU of Multi30k papers: lower-cased and
+tokenised by Moses' rules. tokens/call is below 1 for beam search, which goes on searching after the output that wins
+in the end was finished.
 
 Results become records with the name that they are given, such as "multi30k en-de beam 5 BLEU":
 
@@ -23,7 +26,7 @@ from pathlib import Path
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
-from records import record
+from records import read_records, record
 
 import decoding_jax as dj
 from decoding_jax.loop import Decoder
@@ -31,9 +34,10 @@ from decoding_jax.registry import make_decoder
 from train.command import run, say
 from train.evaluation import DecodingReport, evaluate_decoding, tokenised_bleu
 from train.setup import compiled_folder
+from train.trained_config import argv_with_config, differing_texts
 from train.translation import load_translator, open_pairs
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The data and the settings that the model was trained with.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Data and settings; default: those of the model's run.")
 _MODEL = flags.DEFINE_string("model", None, "The workdir of a trained encoder-decoder.", required=True)
 _SPLIT = flags.DEFINE_string("split", "test", "What is decoded: test, validation or train.")
 _DECODERS = flags.DEFINE_list("decoders", ["autoregressive", "beam"], "Their names, separated by commas.")
@@ -43,7 +47,7 @@ _TOKENISED = flags.DEFINE_bool("tokenised", False, "Score lower-cased, Moses-tok
 _RECORD = flags.DEFINE_string("record", None, "A file of records for the results, such as benchmarks/trainer.json.")
 _NAME = flags.DEFINE_string("name", None, 'What the records\' names begin with, such as "multi30k en-de".')
 _TARGET = flags.DEFINE_float("target", None, "What the tokenised BLEU of the last decoder was to reach.")
-flags.mark_flag_as_required("config")
+_COMMAND = shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +73,15 @@ def label_of(name: str, decoder: Decoder) -> str:
 
 
 def check_flags() -> None:
-    """ValueError where flags contradict each other, before anything is loaded."""
+    """ValueError where flags contradict each other or the results could not be recorded, before anything is loaded."""
     if not _DECODERS.value:
         raise ValueError("--decoders is empty; name at least one")
     if bool(_RECORD.value) != bool(_NAME.value):
         raise ValueError("--record and --name belong together; give both")
     if _RECORD.value and _EXAMPLES.value:
         raise ValueError(f"--examples={_EXAMPLES.value}: a record is of the whole split; leave one of them out")
+    if _RECORD.value:
+        read_records(_RECORD.value)
     if _TARGET.value is not None and not (_TOKENISED.value and _RECORD.value):
         raise ValueError(
             f"--target={_TARGET.value:g} is for the record of the tokenised BLEU; give --tokenised, --record"
@@ -139,7 +145,6 @@ def show(results: list[Result], pairs: list[dict[str, str]]) -> None:
 
 def write_records(file: str, name: str, results: list[Result]) -> None:
     """Writes the scores of every decoder, with the command that was given."""
-    command = shlex.join(["python", f"scripts/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     for result in results:
         values = result.report.scores.values
         scores = {"BLEU": values["bleu"], "chrF": values["chrf"]}
@@ -147,9 +152,9 @@ def write_records(file: str, name: str, results: list[Result]) -> None:
             scores["tokenised BLEU"] = result.tokenised
         for score, value in scores.items():
             target = _TARGET.value if score == "tokenised BLEU" and result is results[-1] else None
-            record(file, f"{name} {result.label} {score}", value, "of 100", target, "higher", command)
+            record(file, f"{name} {result.label} {score}", value, "of 100", target, "higher", _COMMAND)
         share = values["exact_match"]
-        record(file, f"{name} {result.label} exact match", share, "share of outputs", None, "higher", command)
+        record(file, f"{name} {result.label} exact match", share, "share of outputs", None, "higher", _COMMAND)
 
 
 def main() -> None:
@@ -158,6 +163,8 @@ def main() -> None:
     config = _CONFIG.value
     if cache := compiled_folder(config):
         dj.enable_compilation_cache(os.path.expanduser(cache))
+    if different := differing_texts(config, _MODEL.value):
+        say(f"not the data that the model was trained on: {', '.join(different)}")
     split = open_pairs(config.data, _SPLIT.value)
     pairs = [split[i] for i in range(min(len(split), _EXAMPLES.value or len(split)))]
     results = evaluate(config, pairs)
@@ -168,4 +175,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    sys.argv = argv_with_config(sys.argv, "model")
     run(main)

@@ -11,7 +11,6 @@ Time it with nothing else running. `lookup` takes about 8 minutes on 2 cores, th
 from __future__ import annotations
 
 import concurrent.futures
-import functools
 import itertools
 import json
 import os
@@ -19,8 +18,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +27,13 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 from records import report
+from timing import Stepper, buffer_size, decode_rounds, loops, seconds
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import cache_dir
 from decoding_jax.loop import ALL_STEPS, run, start
-from decoding_jax.masks import causal_mask
-from decoding_jax.prepare import prepare
+from decoding_jax.prepare import prepare, takes_drafter
 from decoding_jax.registry import DECODERS, make_decoder
-from decoding_jax.sampling import Sampling
-from decoding_jax.stops import Stop
 from train.command import run as run_command
 
 WHAT = flags.DEFINE_enum("what", None, ["steps", "compile", "program", "lookup"], "What to measure.", required=True)
@@ -60,61 +55,6 @@ def save(name: str, value: float, unit: str, target: float | None = None, better
     report(RECORDS.value, name, value, unit, target, better, command)
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    """Wall-clock time of a call and of everything it started on the device."""
-    began = time.perf_counter()
-    jax.block_until_ready(call())
-    return time.perf_counter() - began
-
-
-@functools.partial(jax.jit, static_argnums=(0, 4), donate_argnums=2)
-def model_steps(spec: Any, params: Any, cache: Any, steps: jax.Array, width: int) -> Any:
-    """Bare calls of the model on `width` positions, each fed by the one before: what no method can avoid."""
-    capacity = jax.tree.leaves(cache.slots)[0].shape[1]
-
-    def body(carry: Any) -> Any:
-        index, token, cache = carry
-        positions = index + jnp.arange(width)[None]
-        inputs = dj.Inputs(
-            jnp.broadcast_to(token, (1, width)), positions, causal_mask(positions, capacity), slots=positions
-        )
-        out = spec.apply(params, inputs, cache)
-        logits = spec.readout(params, out.hidden)
-        return index + 1, jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), out.cache
-
-    init = (jnp.int32(0), jnp.zeros((1, 1), jnp.int32), cache)
-    return jax.lax.while_loop(lambda carry: carry[0] < steps, body, init)[2]
-
-
-class Stepper:
-    """Times bare model calls in caches of a given capacity."""
-
-    def __init__(self, model: dj.Model, capacity: int):
-        self.model, self.capacity = model, capacity
-
-    def step_seconds(self, width: int, steps: int = 20) -> float:
-        """Mean seconds of a call on `width` positions; compiled beforehand."""
-        spec, params = self.model.spec, self.model.params
-        cache = model_steps(spec, params, self.model.init_cache(1, self.capacity), jnp.int32(1), width)
-        return seconds(lambda: model_steps(spec, params, cache, jnp.int32(steps), width)) / steps
-
-
-def decode_rounds(model: dj.Model, ids: list[int], decoder: dj.Decoder) -> tuple[list[int], int, float]:
-    """The new tokens, the model calls and the seconds of a greedy decode without its prefill."""
-    call = prepare(model, ids, NEW_TOKENS, Sampling(), Stop(), 0, None, None)
-    state = jax.block_until_ready(start(decoder, call.ctx))
-    began = time.perf_counter()
-    state = jax.block_until_ready(run(decoder, call.ctx, state, jnp.int32(ALL_STEPS)))
-    took = time.perf_counter() - began
-    out = decoder.finalize(call.ctx, state)
-    return out.tokens[0, : out.lengths[0]].tolist(), int(out.stats.model_calls[0]), took
-
-
-def buffer_size(model: dj.Model, ids: list[int]) -> int:
-    """The cache slots that a decode of this prompt has."""
-    return prepare(model, ids, NEW_TOKENS, Sampling(), Stop(), 0, None, None).ctx.prompts.shape[1]
-
-
 def copy_bandwidth() -> float:
     """Bytes read and written per second by a copy of half a gigabyte on all cores, the best of several."""
     source = np.ones(2**27, np.float32)
@@ -133,26 +73,20 @@ def measure_steps() -> None:
     """Step time over the time that reading the params takes, and the decoder's own share."""
     model = dj.load(MODEL)
     ids = model.tokenizer.encode("The capital of France is")
-    stepper = Stepper(model, buffer_size(model, ids))
-    decode_rounds(model, ids, dj.Autoregressive())
+    stepper = Stepper(model, buffer_size(model, ids, NEW_TOKENS))
+    decode_rounds(model, ids, dj.Autoregressive(), NEW_TOKENS)
     plain, ours, copies = [], [], []
     for _ in range(7):
         copies.append(copy_bandwidth())
         plain.append(stepper.step_seconds(1))
-        _, calls, took = decode_rounds(model, ids, dj.Autoregressive())
-        ours.append(took / calls)
+        out, took = decode_rounds(model, ids, dj.Autoregressive(), NEW_TOKENS)
+        ours.append(took / int(out.stats.model_calls[0]))
     size = sum(leaf.nbytes for leaf in jax.tree.leaves(model.params))
     bound = size / max(copies)
     save("step_over_copy_bandwidth_bound", statistics.median(ours) / bound, "ratio", None)
     save("autoregressive_overhead", statistics.median(o / p for o, p in zip(ours, plain, strict=True)), "ratio", None)
     save("step_milliseconds", statistics.median(ours) * 1e3, "ms")
     save("copy_bandwidth", max(copies) / 1e9, "GB/s", None, "higher")
-
-
-def loops(tokens: list[int], tail: int = 32, longest: int = 16) -> bool:
-    """Whether an output ends in a loop: its last 32 tokens repeat with a period of at most 16."""
-    end = tokens[-tail:]
-    return len(end) == tail and any(end[p:] == end[:-p] for p in range(1, longest + 1))
 
 
 def measure_lookup() -> None:
@@ -168,11 +102,13 @@ def measure_lookup() -> None:
     for text in texts:
         prompt = model.tokenizer.apply_chat_template([{"role": "user", "content": text}])
         ids = model.tokenizer.encode(prompt, add_special_tokens=False)
-        stepper = Stepper(model, buffer_size(model, ids))
+        stepper = Stepper(model, buffer_size(model, ids, NEW_TOKENS))
         for decoder in (dj.Autoregressive(), lookup):  # compiles what this length needs
-            decode_rounds(model, ids, decoder)
-        plain, _, plain_seconds = decode_rounds(model, ids, dj.Autoregressive())
-        copied, round_calls, round_seconds = decode_rounds(model, ids, lookup)
+            decode_rounds(model, ids, decoder, NEW_TOKENS)
+        base, plain_seconds = decode_rounds(model, ids, dj.Autoregressive(), NEW_TOKENS)
+        out, round_seconds = decode_rounds(model, ids, lookup, NEW_TOKENS)
+        plain, copied = (x.tokens[0, : x.lengths[0]].tolist() for x in (base, out))
+        round_calls = int(out.stats.model_calls[0])
         one, wide = stepper.step_seconds(1), stepper.step_seconds(NUM_DRAFT + 1)
         per_call = len(copied) / round_calls
         speedup = (plain_seconds / len(plain)) / (round_seconds / len(copied))
@@ -203,11 +139,18 @@ def measure_compile() -> None:
         save(f"compile_seconds_cached_{name}", warm, "s", 5)
 
 
+def with_drafter(name: str, model: dj.Model) -> tuple[dj.Decoder, dj.Model | None]:
+    """A decoder with its default settings, and the model's int8 copy if it needs a drafter."""
+    decoder = make_decoder(name, {}, has_drafter=True)
+    return decoder, dj.quantized(model) if takes_drafter(decoder) else None
+
+
 def compile_once(name: str, cache: str) -> None:
     """The child of `measure_compile`: prints the seconds."""
     dj.enable_compilation_cache(cache)
     model = dj.load(MODEL)
-    out = dj.decode(model, "The capital of France is", make_decoder(name, {}), max_new_tokens=32)
+    decoder, drafter = with_drafter(name, model)
+    out = dj.decode(model, "The capital of France is", decoder, drafter=drafter, max_new_tokens=32)
     print(out.stats.compile_seconds)
 
 
@@ -225,10 +168,11 @@ def primitives(jaxpr: Any) -> set[str]:
 def measure_program() -> None:
     """Every decoder of SmolLM2 is one program without host traffic, and lowers for cpu, cuda and tpu."""
     model = dj.load(MODEL)
-    call = prepare(model, "The capital of France is", 32, Sampling(temperature=0.7), Stop(), 0, None, None)
     bad = 0
     for name in DECODERS:
-        decoder = make_decoder(name, {})
+        decoder, drafter = with_drafter(name, model)
+        sampling = dj.Sampling(temperature=0.7)
+        call = prepare(model, "The capital of France is", 32, sampling, dj.Stop(), 0, None, None, drafter=drafter)
         state = jax.eval_shape(start, decoder, call.ctx)
         arguments = (decoder, call.ctx, state, jax.ShapeDtypeStruct((), jnp.int32))
         names = primitives(jax.make_jaxpr(run)(*arguments).jaxpr)

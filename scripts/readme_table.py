@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -17,26 +18,60 @@ from train.command import FAILED, run, say
 CHECK = flags.DEFINE_bool("check", False, "Change nothing; exit with 1 if a table is out of date.")
 
 ROOT = Path(__file__).resolve().parent.parent
-TABLE = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+TABLE = re.compile(r"(<!-- table: (\S+?)(?: of (\S+))? -->\n).*?(<!-- end of table -->)", re.DOTALL)
 
 
-def table(file: Path) -> str:
-    """The records of a file as a Markdown table."""
-    if not file.exists():
-        return ""
-    lines = ["| figure | value | unit | target |", "|---|---|---|---|"]
-    for record in json.loads(file.read_text(encoding="utf-8")):
-        sign = {"higher": "at least", "lower": "at most"}[record["better"]]
-        target = "" if record["target"] is None else f"{sign} {record['target']:g}"
-        lines.append(f"| {record['name'].replace('_', ' ')} | {record['value']:.3g} | {record['unit']} | {target} |")
+def tables(match: re.Match[str]) -> str:
+    """The table that stands between two marks, made anew: of a file, or of one figure of "<file>"."""
+    start, first, second, end = match.groups()
+    file = ROOT / (second or first)
+    records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+    return start + (by_row_and_column(records, first) if second else table(records)) + end
+
+
+def by_row_and_column(records: list[dict[str, Any]], figure: str) -> str:
+    """One figure of the records called "row/column/figure"."""
+    cells = {tuple(parts[:2]): r["value"] for r in records if (parts := r["name"].split("/"))[2:] == [figure]}
+    rows, columns = (sorted({key[i] for key in cells}) for i in (0, 1))
+    words = [column.replace("_", " ") for column in columns]
+    lines = [f"| {' | '.join(['', *words])} |", "|---" * (len(columns) + 1) + "|"]
+    for row in rows:
+        values = [f"{cells[row, column]:.3g}" if (row, column) in cells else "" for column in columns]
+        lines.append(f"| {' | '.join([row.replace('_', ' '), *values])} |")
     return "\n".join(lines) + "\n"
+
+
+def table(records: list[dict[str, Any]]) -> str:
+    """Records as a Markdown table; of those called "row/column/figure" only what was promised."""
+    lines = ["| figure | value | unit | target | met |", "|---|---|---|---|---|"]
+    for record in records:
+        if record["name"].count("/") == 2 and record["target"] is None:
+            continue
+        cells = [
+            record["name"].replace("_", " ").replace("/", ", "),
+            f"{record['value']:.3g}",
+            record["unit"],
+            *judged(record),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
+
+
+def judged(record: dict[str, Any]) -> tuple[str, str]:
+    """What a record's value was to be, and whether it is; both empty where nothing was promised."""
+    value, target = record["value"], record["target"]
+    if target is None:
+        return "", ""
+    if record["better"] == "higher":
+        return f"at least {target:g}", "yes" if value >= target else "no"
+    return f"at most {target:g}", "yes" if value <= target else "no"
 
 
 def main() -> int:
     """Rewrites or checks."""
     for page in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         old = page.read_text(encoding="utf-8")
-        new = TABLE.sub(lambda match: match[1] + table(ROOT / match[2]) + match[3], old)
+        new = TABLE.sub(tables, old)
         if CHECK.value and new != old:
             say(f"{page.name} is out of date; run python scripts/readme_table.py")
             return FAILED

@@ -29,6 +29,23 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version()} | {name: importlib.metadata.version(name) for name in packages}
 
 
+def read_records(file: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The records of a file; none where there is no file. Called first, it saves a measuring that cannot be recorded.
+
+    Raises:
+      ValueError: the file is not a list of records.
+      OSError: it cannot be read.
+    """
+    path = Path(file)
+    try:
+        records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON ({error}); move it away, or name another file of records") from None
+    if not isinstance(records, list) or not all(isinstance(r, dict) and "name" in r for r in records):
+        raise ValueError(f"{path} is not a JSON list of records with names; move it away, or name another file")
+    return records
+
+
 def record(
     file: str | os.PathLike[str],
     name: str,
@@ -55,9 +72,6 @@ def record(
     if better not in ("higher", "lower"):
         raise ValueError(f"better={better!r}: must be 'higher' or 'lower'")
     path = Path(file)
-    records = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-    if not isinstance(records, list) or not all(isinstance(r, dict) and "name" in r for r in records):
-        raise ValueError(f"{path} is not a JSON list of records with names; move it away")
     new = {
         "name": name,
         "value": value,
@@ -69,7 +83,7 @@ def record(
         "machine": machine(),
         "versions": versions(),
     }
-    records = sorted([r for r in records if r["name"] != name] + [new], key=lambda r: r["name"])
+    records = sorted([r for r in read_records(path) if r["name"] != name] + [new], key=lambda r: r["name"])
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, (json.dumps(records, indent=2, ensure_ascii=False) + "\n").encode())
 

@@ -14,13 +14,16 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import absl.flags
 import jax
 import numpy as np
 import pytest
 import tokenizers
 import zoo
+from ml_collections import ConfigDict, config_flags
 from tokenizers import decoders, models, pre_tokenizers
 
 import decoding_jax as dj
@@ -28,7 +31,8 @@ from decoding_jax import batch_job
 from decoding_jax.batch_job import Batch, Job, Tally, plan_parts, read_rows
 from decoding_jax.checkpoints import Tokenizer, cache_files
 from decoding_jax.models.functional import init_transformer
-from decoding_jax.registry import make_decoder
+from decoding_jax.registry import DECODERS, make_decoder
+from train.jobs import load_drafter
 
 ROOT = Path(__file__).parent.parent
 CONTEXT, BUDGET = 96, 6
@@ -54,6 +58,9 @@ TRANSLATOR = dataclasses.replace(
     zoo.history_translator(256, seed=7, start_id=1, tokenizer=byte_tokenizer()).with_eos(3, 77), max_length=CONTEXT
 )
 JOB = Job(max_new_tokens=BUDGET, sampling=dj.Sampling(temperature=1.0), batch_size=3, batches_per_part=2, seed=5)
+# Of another law, near enough for some of its drafts to be kept.
+DRAFT = dataclasses.replace(MODEL, params=MODEL.params * np.float32(0.7))
+DRAFTING = dataclasses.replace(JOB, decoder=dj.Speculative(num_draft=2), drafter=DRAFT, batches_per_part=1)
 
 GOOD = [
     *({"id": f"short {n}", "prompt": "x" * (n % 5 + 1)} for n in range(11)),
@@ -77,15 +84,16 @@ def run_all(
     model: dj.Model = MODEL,
     overwrite: bool = False,
     on_batch: Callable[[Tally], None] = lambda tally: None,
+    drafter_name: str | None = None,
 ) -> Tally:
     """What scripts/decode.py does between its flags and its summary."""
     lock = batch_job.open_folder(folder)
     try:
         files = [(source.name, source)]
-        plan = batch_job.describe_job(files, job, "toy", "float32")
+        plan = batch_job.describe_job(files, job, "toy", "float32", drafter_name)
         if not overwrite:
             batch_job.check_folder(folder, plan)
-        rows, errors = read_rows(model, files, job.max_new_tokens)
+        rows, errors = read_rows(model, files, job.max_new_tokens, job.decoder, job.drafter)
         parts = plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
         batch_job.start_folder(folder, plan, rows, errors, overwrite)
         return batch_job.run_job(model, job, rows, parts, folder, on_batch)
@@ -325,11 +333,27 @@ def test_job_that_does_not_fit_the_model_is_refused() -> None:
         (Job(max_new_tokens=1, sampling=dj.Sampling(temperature=float("nan"))), "temperature=nan"),
         (Job(max_new_tokens=1, stop=dj.Stop(token_ids=[999])), "stop.token_ids: 999"),
         (Job(dj.Beam(num_beams=0), max_new_tokens=1), "num_beams=0"),
+        (Job(dj.Speculative(), max_new_tokens=1), "drafter: Speculative needs a second model"),
+        (Job(max_new_tokens=1, drafter=DRAFT), "drafter: Autoregressive takes none"),
+        (Job(dj.Speculative(), max_new_tokens=1, drafter=zoo.bigram(4).model), "its vocabulary has 4 ids"),
+        (Job(dj.Speculative(num_draft=CONTEXT), 1, drafter=DRAFT), f"num_draft={CONTEXT}: a draft has {CONTEXT}"),
+        (Job(dj.Speculative(), 9, drafter=dataclasses.replace(DRAFT, max_length=9)), "its context is 9"),
     ]
     for job, message in refused:
         with pytest.raises(ValueError, match=message):
             batch_job.check_job(MODEL, job)
     batch_job.check_job(MODEL, JOB)
+
+
+def test_lines_that_leave_no_room_for_drafting_are_bad(tmp_path: Path) -> None:
+    """A prompt too long for the drafter, or for any draft, costs itself and not, in the middle of the job, the rest."""
+    prompts = ["a" * 60, "a" * 65, "a" * 59]  # the drafter's context of 70 has 10, 5 and 11 places behind them
+    source = write_lines(tmp_path / "in", [{"id": n, "prompt": text} for n, text in enumerate(prompts)])
+    drafter = dataclasses.replace(DRAFT, max_length=70)
+    rows, errors = read_rows(MODEL, [("in", source)], BUDGET, dj.Speculative(num_draft=11), drafter)
+    assert [row.id for row in rows] == [2]
+    assert "num_draft=11: a draft has 11 tokens, and behind prompt the context has only 10 left" in errors[0]["reason"]
+    assert "prompt has 65 tokens and max_new_tokens=6: together more than the drafter's" in errors[1]["reason"]
 
 
 # ---------------------------------------------------------------------- interruptions
@@ -385,6 +409,29 @@ def test_sources_are_decoded_and_a_stopped_job_goes_on(tmp_path: Path) -> None:
     assert len(list((tmp_path / "stopped").glob("part-*"))) == 1
     assert run_all(source, tmp_path / "stopped", job, TRANSLATOR).kept_parts == 1
     assert contents(tmp_path / "stopped") == expected
+
+
+def test_a_drafter_changes_no_token_and_a_stopped_job_goes_on(tmp_path: Path) -> None:
+    """Drafting gives every row what it has without, in fewer calls; an interruption changes no byte of the parts."""
+    source = write_lines(tmp_path / "in", GOOD[:7])
+    run_all(source, tmp_path / "plain", dataclasses.replace(JOB, batches_per_part=1))
+    run_all(source, tmp_path / "whole", DRAFTING, drafter_name="draft")
+    plain, whole = records(tmp_path / "plain"), records(tmp_path / "whole")
+    text_of = lambda found: {name: line | {"stats": None} for name, line in found.items()}
+    assert text_of(plain) == text_of(whole)
+    calls = lambda found: sum(line["stats"]["model_calls"] for line in found.values())
+    assert calls(whole) < calls(plain) == sum(len(line["tokens"]) for line in plain.values())
+
+    def stop(tally: Tally) -> None:
+        if tally.rows == 6:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        run_all(source, tmp_path / "stopped", DRAFTING, on_batch=stop, drafter_name="draft")
+    assert run_all(source, tmp_path / "stopped", DRAFTING, drafter_name="draft").kept_parts == 1
+    assert contents(tmp_path / "stopped") == contents(tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"different: drafter\).*--overwrite"):
+        run_all(source, tmp_path / "stopped", DRAFTING, drafter_name="another")
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -466,6 +513,33 @@ def test_other_input_is_refused_or_replaces(tmp_path: Path) -> None:
     assert (out / "part-00000-of-00001.jsonl").stat().st_ino == before
 
 
+@pytest.mark.parametrize(
+    "harm",
+    [
+        lambda data: b"".join(data.splitlines(keepends=True)[:-1]),
+        lambda data: data[:-9],
+        lambda data: b"".join(data.splitlines(keepends=True)[::-1]),
+        lambda data: data[:-1],
+        lambda data: bytes(len(data)),
+        lambda data: b"",
+    ],
+    ids=["a line less", "cut in a line", "other order", "no last line end", "zeros", "empty"],
+)
+def test_damaged_part_is_named_and_decoded_again(
+    harm: Callable[[bytes], bytes], whole: tuple[Path, dict[str, bytes]], tmp_path: Path, caplog: Any
+) -> None:
+    """A full disk or an editor may have cut a part: its rows are neither lost nor do they end the job."""
+    source, expected = whole
+    for name, data in expected.items():
+        (tmp_path / name).write_bytes(data)
+    parts = sorted(tmp_path.glob("part-*"))
+    parts[0].write_bytes(harm(parts[0].read_bytes()))
+    tally = run_all(source, tmp_path)
+    assert (tally.kept_parts, tally.rows) == (len(parts) - 1, 6)
+    assert contents(tmp_path) == expected
+    assert [record.levelname for record in caplog.records] == ["WARNING"] and str(parts[0]) in caplog.text
+
+
 def test_moved_input_is_the_same_job(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:
     """The bytes of a single input count, not its name: standard input is kept and can be given as a file."""
     source, expected = whole
@@ -543,12 +617,64 @@ def test_decoders_by_name() -> None:
         make_decoder("prompt_lookup", {"draft": 3})
 
 
-def test_record_replaces_its_namesake(tmp_path: Path) -> None:
-    """A file of records has one of each name, in the order of the names."""
-    spec = importlib.util.spec_from_file_location("records", ROOT / "scripts" / "records.py")
+def test_drafters_by_name(tmp_path: Path) -> None:
+    """ "int8" is a coarser copy of the model, nothing is none, and what cannot be loaded is called the drafter."""
+    model = zoo.small_transformer()
+    copy = load_drafter("int8", model)
+    assert copy is not None and copy.config == model.config
+    assert any(leaf.dtype == np.int8 for leaf in jax.tree.leaves(copy.params))
+    assert load_drafter("", model) is None
+    with pytest.raises(ValueError, match=r"drafter='.*none': .*no such folder or file"):
+        load_drafter(str(tmp_path / "none"), model)
+
+
+def module_of(file: Path) -> ModuleType:
+    """A file that is no part of a package, imported."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
+    return module
+
+
+def decode_config(*flags: str) -> ConfigDict:
+    """configs/decode_smollm2.py, changed by flags as on a command line."""
+    config, line = module_of(ROOT / "configs" / "decode_smollm2.py").get_config(), ["decode", *flags]
+    own = absl.flags.FlagValues()
+    holder = config_flags.DEFINE_config_dict("config", config, "", own, sys_argv=line)
+    own(line)
+    return holder.value
+
+
+def test_config_has_every_setting_of_every_decoder() -> None:
+    """What the config says of a decoder is that decoder's defaults, all of them."""
+    config = decode_config()
+    for name, decoder in DECODERS.items():
+        assert set(config[name]) == {field.name for field in dataclasses.fields(decoder)}, name
+        assert make_decoder(name, config[name], has_drafter=True) == decoder(), name
+
+
+def test_settings_of_drafting_from_the_command_line() -> None:
+    """Nested settings, and those that are none by default, can be set by flags, trees in either form."""
+    config = decode_config(
+        "--config.speculative.num_draft=4",
+        "--config.speculative.acceptance=rejection",
+        "--config.speculative.tree=(2,1,1)",
+        "--config.self_speculative.tree=((0,),(1,),(0,0))",
+        "--config.self_speculative.exit_layer=3",
+    )
+    tree = dj.Tree.of_branches((2, 1, 1))
+    speculative = dj.Speculative(num_draft=4, acceptance="rejection", tree=tree)
+    assert make_decoder("speculative", config.speculative, has_drafter=True) == speculative
+    early = dj.SelfSpeculative(exit_layer=3, tree=dj.Tree(((0,), (1,), (0, 0))))
+    assert make_decoder("self_speculative", config.self_speculative) == early
+    skipping = decode_config("--config.self_speculative.skip_layers=(1,3)").self_speculative
+    assert make_decoder("self_speculative", skipping) == dj.SelfSpeculative(skip_layers=(1, 3))
+
+
+def test_record_replaces_its_namesake(tmp_path: Path) -> None:
+    """A file of records has one of each name, in the order of the names."""
+    module = module_of(ROOT / "scripts" / "records.py")
     file = tmp_path / "folder" / "topic.json"
     for name, value in (("b", 1.0), ("a", 2.0), ("b", 3.0)):
         module.record(file, name, value, "s", None, "lower", "command")
@@ -558,6 +684,10 @@ def test_record_replaces_its_namesake(tmp_path: Path) -> None:
     assert list(found[0]) == fields
     with pytest.raises(ValueError, match="must be 'higher' or 'lower'"):
         module.record(file, "c", 1.0, "s", None, "more", "command")
+    for text, message in (("nope", "topic.json is not JSON"), ("[1]", "topic.json is not a JSON list of records")):
+        file.write_text(text)
+        with pytest.raises(ValueError, match=message):
+            module.read_records(file)
 
 
 # ---------------------------------------------------------------------- the command
@@ -611,14 +741,43 @@ def test_command_survives_kills(tmp_path: Path) -> None:
     assert one == other and len(one) == 62
 
 
+def test_command_drafts_with_a_second_model(tmp_path: Path) -> None:
+    """Flags name the drafter and its settings; a target that drafts for itself keeps every draft."""
+    model = tmp_path / "model"
+    dj.save(init_transformer(dataclasses.replace(zoo.SMALL, vocab_size=256, num_layers=1)), model)
+    source = write_lines(tmp_path / "in.jsonl", [{"id": n, "tokens": [n + 1] * (n + 1)} for n in range(2)])
+    process = start(
+        f"--input={source}",
+        f"--output={tmp_path / 'out'}",
+        f"--config.model={model}",
+        f"--config.drafter={model}",
+        "--config.compilation_cache=",
+        "--config.max_new_tokens=4",
+        "--config.batch_size=2",
+        "--config.decoder=speculative",
+        "--config.speculative.num_draft=2",
+    )
+    text = process.communicate(timeout=300)[1]
+    assert process.returncode == 0, text
+    assert json.loads((tmp_path / "out" / "plan.json").read_text())["drafter"] == str(model)
+    for line in records(tmp_path / "out").values():
+        stats = line["stats"]
+        assert stats["tokens"] == 4 and stats["model_calls"] == 2 and stats["accepted"] == stats["drafted"] == 3
+
+
 @pytest.mark.parametrize(
     ("flags", "code", "message"),
     [
         (["--help"], 0, "The output folder gets"),
-        (["--input=in", "--output=o", "--config.nope=1"], 2, "no such setting, or its file fails: nope"),
+        (
+            ["--input=in", "--output=o", "--config.nope=1"],
+            2,
+            "config.nope: there is no such setting; there are config.",
+        ),
         (["--input=/none.jsonl", "--output=o"], 2, "input='/none.jsonl' cannot be read"),
+        (["--input=in", "--output=o", "--config.decoder=speculative"], 2, "and none is given; give a drafter"),
     ],
-    ids=["help", "setting", "input"],
+    ids=["help", "setting", "input", "drafter"],
 )
 def test_command_line_errors(flags: list[str], code: int, message: str, tmp_path: Path) -> None:
     """Bad usage is one line on standard error and exit code 2; --help is no error."""

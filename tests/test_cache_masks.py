@@ -11,6 +11,7 @@ import pytest
 
 from decoding_jax.cache import compact_path, read_slots, reorder_candidates, write_slots
 from decoding_jax.masks import ancestors, causal_mask, tree_mask
+from decoding_jax.trees import most_probable
 from decoding_jax.types import Cache
 
 EMPTY = jnp.arange(1, 9)[None]  # one row of eight slots
@@ -118,3 +119,20 @@ def test_the_root_has_no_parent() -> None:
     """Node 0's entry is ignored, whatever it says."""
     one, other = ancestors(jnp.asarray([[0, 0, 1]])), ancestors(jnp.asarray([[2, 0, 1]]))
     assert (one == other).all()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_the_most_probable_nodes_keep_their_parents(seed: int) -> None:
+    """Against sorting by (probability, place) in plain Python, with ties and steps of probability 1."""
+    random = np.random.default_rng(seed)
+    count, kept = 12, 7
+    parents = np.array([random.integers(0, i + 1) for i in range(count)])
+    steps = np.log(random.choice([1.0, 0.5, 0.25], count))
+    log_probs = np.zeros(count, np.float32)
+    for i in range(count):
+        log_probs[i] = steps[i] + (log_probs[parents[i] - 1] if parents[i] else 0.0)
+    chosen = sorted(sorted(range(count), key=lambda i: (-log_probs[i], i))[:kept])
+    want = [0 if parents[i] == 0 else chosen.index(parents[i] - 1) + 1 for i in chosen]  # raises if one is missing
+    index, found = most_probable(jnp.asarray(log_probs)[None], jnp.asarray(parents)[None], kept, jax.lax.top_k)
+    assert index[0].tolist() == chosen
+    assert found[0].tolist() == want

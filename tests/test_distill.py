@@ -28,6 +28,7 @@ from train.config import default_config
 from train.data.texts import DISTILLED, open_texts
 from train.data.tokenizers import make_tokenizer
 from train.distillation import Distillation, default_folder, perform, prepare
+from train.trained_config import argv_with_config, differing_texts, get_config
 
 ROOT = Path(__file__).resolve().parent.parent
 LENGTH, BUDGET = 10, 8
@@ -212,6 +213,24 @@ def test_a_stopped_job_ends_with_the_same_bytes(home: Path, tmp_path: Path, read
     assert tally.rows == 0 and contents(tmp_path / "stopped") == expected
 
 
+def test_a_cut_part_is_decoded_again(home: Path, tmp_path: Path, ready: Any) -> None:
+    """A line less in a part costs no pair, and while the part is missing there are no pairs to train on."""
+    config, teacher = settings(home), str(home / "teacher")
+    perform(ready(config, teacher, tmp_path))
+    expected = contents(tmp_path)
+    part = tmp_path / "part-00001-of-00003.jsonl"
+    part.write_bytes(part.read_bytes()[:-30])
+
+    def stop(tally: Tally) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        perform(ready(config, teacher, tmp_path), stop)
+    assert set(contents(tmp_path)) == set(expected) - {DISTILLED, part.name}
+    perform(ready(config, teacher, tmp_path))
+    assert contents(tmp_path) == expected
+
+
 def test_another_job_in_the_folder_is_refused_or_replaced(home: Path, tmp_path: Path, ready: Any) -> None:
     """A teacher that was trained further, other settings and other texts are noticed; old pairs never outlive parts."""
     config, teacher, out = settings(home), str(tmp_path / "teacher"), tmp_path / "out"
@@ -309,6 +328,48 @@ def test_the_default_folder_and_the_docstring(home: Path) -> None:
     assert default_folder(settings(home, "beam"), "runs/a") == Path("runs/a/distilled-beam")
     shown = ast.get_docstring(ast.parse((ROOT / "train" / "distill.py").read_text())) or ""
     assert " \\\n        --config.distillation.decoder=beam" in shown
+
+
+# ---------------------------------------------------------------------- the config of the teacher's run
+
+
+def test_the_config_is_that_of_the_run(home: Path, tmp_path: Path) -> None:
+    """Without --config a command has the run's settings, and what the run did not know yet has its default."""
+    config = settings(home)
+    config.data.fields, config.data.distilled, config.data.length = ("target", "source"), "elsewhere", 17
+    stored = json.loads(config.to_json())
+    del stored["distillation"]
+    (tmp_path / "train_config.json").write_text(json.dumps(stored))
+    argv = argv_with_config(["x.py", "--teacher", str(tmp_path), "--config.data.length=9"], "teacher")
+    path, _, workdir = argv[1].removeprefix("--config=").partition(":")
+    assert Path(path).samefile(ROOT / "train" / "trained_config.py") and argv[2:] == ["--teacher", workdir, argv[-1]]
+    found = get_config(workdir)
+    assert found.data.fields == ("target", "source") and found.data.length == 17 and found.data.distilled == ""
+    assert found.distillation == default_config().distillation
+    given = argv_with_config(["x.py", "--teacher=a", "--config=b.py"], "teacher")
+    assert given == ["x.py", "--teacher=a", "--config=b.py"]
+    with pytest.raises(ValueError, match=r"no .*train_config\.json; give the workdir of a training run, or --config"):
+        get_config(str(home / "teacher"))
+    (tmp_path / "train_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"train_config\.json is damaged"):
+        get_config(workdir)
+
+
+def test_other_texts_than_the_runs_are_named(home: Path, tmp_path: Path) -> None:
+    """A --config whose texts are others says so; batches, tokenizer and decoding are nobody's concern."""
+    config = settings(home)
+    (tmp_path / "train_config.json").write_text(config.to_json())
+    config.data.tokens_per_batch, config.data.tokenizer.kind, config.evaluation.language = 1, "bytes", "zh"
+    assert differing_texts(config, str(tmp_path)) == []
+    config.data.lowercase, config.data.files.test = False, "other.tsv"
+    test = str(home / "test.jsonl")
+    assert differing_texts(config, str(tmp_path)) == [
+        f"data.files.test was {test!r}, is 'other.tsv'",
+        "data.lowercase was True, is False",
+    ]
+    assert differing_texts(config, str(home / "teacher")) == []  # of a model that `dj.save` wrote nothing is known
+    with pytest.raises(ValueError, match=r"the config file lacks a setting: .*data"):
+        differing_texts(ConfigDict({"model": "x"}), str(tmp_path))
 
 
 def test_scores_of_a_model(home: Path, tmp_path: Path) -> None:

@@ -51,6 +51,7 @@ HOSTILE = zoo.Hostile(4)
 SPECULATIVE = dj.Speculative(num_draft=3)
 BRANCHING = dj.Speculative(tree=dj.Tree(((0,), (1,), (0, 0), (0, 1), (1, 0), (0, 1, 0))))
 ADAPTIVE = dj.Speculative(num_draft=4, adaptive=True, min_confidence=0.2)
+GROWN = dj.Speculative(tree=dj.DynamicTree(size=7, depth=3, width=2))
 REJECTION = dj.Speculative(num_draft=3, acceptance="rejection")
 REJECTION_TREE = dj.Speculative(tree=BRANCHING.tree, acceptance="rejection")
 LOOKAHEAD = dj.Lookahead(window=3, ngram=3, candidates=2, pool_size=8)
@@ -63,6 +64,7 @@ DECODERS = {
     "oracle": ORACLE,
     "hostile": HOSTILE,
     "branching": BRANCHING,
+    "grown": GROWN,
     "lookahead": LOOKAHEAD,
     "jacobi": JACOBI,
 }
@@ -153,7 +155,7 @@ def check_greedy(toy: zoo.Toy, prompts: list[list[int]], decoder: Any, budget: i
 LAW_1 = [("trigram", dj.PromptLookup(num_draft=k), k) for k in range(1, 9)]
 LAW_1 += [("history", decoder, max(decoder.num_nodes, 1)) for decoder in DECODERS.values()]
 LAW_1 += [("history", decoder, decoder.num_nodes) for decoder in EXACT.values()]
-LAW_1 += [("translator", decoder, max(decoder.num_nodes, 1)) for decoder in (PLAIN, LOOKUP, TREE, BRANCHING)]
+LAW_1 += [("translator", decoder, max(decoder.num_nodes, 1)) for decoder in (PLAIN, LOOKUP, TREE, BRANCHING, GROWN)]
 LAW_1 += [("bigram", PLAIN, 1), ("bigram", LOOKUP, 4)]
 
 
@@ -368,6 +370,13 @@ def test_a_drafter_equal_to_the_target_is_always_accepted(decoder: Any, sampling
     out = decode(HISTORY.model, PROMPTS, decoder, drafter=HISTORY.model, max_new_tokens=200, sampling=sampling)
     firsts = max(len(path) for path in decoder.shape.paths if not any(path))
     assert out.stats.model_calls.tolist() == [-(-200 // (firsts + 1))] * 4
+
+
+def test_a_sure_drafter_that_grows_its_tree_is_always_accepted() -> None:
+    """Law 4 for trees by probability: where the best token is nearly certain, the best path is always in the tree."""
+    sure = zoo.history_cached(5, seed=2, scale=30.0).model
+    out = decode(sure, PROMPTS, GROWN, drafter=sure, max_new_tokens=200)
+    assert out.stats.model_calls.tolist() == [-(-200 // (GROWN.shape.depth + 1))] * 4
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -792,6 +801,9 @@ UNFIT: list[tuple[str, Any]] = [
     ("no sibling of rank 0", lambda: dj.Tree(((1,),))),
     ("ranks of siblings", lambda: dj.Tree(((-1,),))),
     ("branches=", lambda: dj.Tree.of_branches((2, 0))),
+    ("width=0", lambda: dj.DynamicTree(width=0)),
+    ("from 6, the nodes that are drafted on, to 21, all", lambda: dj.DynamicTree(size=5, depth=3, width=3)),
+    ("use acceptance='coupled'", lambda: dj.Speculative(tree=dj.DynamicTree(), acceptance="rejection")),
     ("exit_layer=0", lambda: dj.SelfSpeculative(exit_layer=0)),
     ("two ways to draft", lambda: dj.SelfSpeculative(exit_layer=1, skip_layers=(1,))),
     ("layers 0..1", lambda: decode(zoo.small_transformer(), [[1]], dj.SelfSpeculative(exit_layer=3))),

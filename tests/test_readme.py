@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import os
 import re
 import subprocess
 import sys
@@ -50,3 +52,18 @@ def test_table_is_made_from_the_records() -> None:
         [sys.executable, "scripts/readme_table.py", "--check"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_target_is_met_or_not() -> None:
+    """The last column says which, by the side that is better; a figure without a target is not judged."""
+    program = (
+        "from readme_table import judged\n"
+        "for value, target, better in ((2, 3, 'higher'), (3, 3, 'higher'), (2, 3, 'lower'), (4, 3, 'lower')):\n"
+        "    print(judged({'value': value, 'target': target, 'better': better}))\n"
+        "print(judged({'value': 1, 'target': None, 'better': 'lower'}))"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}/scripts{os.pathsep}{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    judged = [ast.literal_eval(line) for line in done.stdout.splitlines()]
+    assert judged[:2] == [("at least 3", "no"), ("at least 3", "yes")], done.stderr
+    assert judged[2:] == [("at most 3", "yes"), ("at most 3", "no"), ("", "")]

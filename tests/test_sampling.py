@@ -108,6 +108,16 @@ def test_greedy_rows_take_the_lowest_id_of_a_tie() -> None:
     assert tokens[::2].tolist() == [0, 0, 0]
 
 
+def test_a_draw_is_the_argmax_of_law_and_noise() -> None:
+    """Bit for bit, and a row without any law (all NaN) still gives an id of the vocabulary."""
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(4, V)), jnp.float32).at[3].set(jnp.nan)
+    settings, at = arrays(4, temperature=0.7), (jnp.arange(4), jnp.arange(4))
+    tokens = drawn(settings, jnp.uint32(5), *at, logits)
+    perturbed = filtered(settings, logits) + position_noise(jnp.uint32(5), *at, V)
+    assert tokens[:3].tolist() == jnp.argmax(perturbed, axis=1)[:3].tolist()
+    assert 0 <= int(tokens[3]) < V
+
+
 @pytest.mark.parametrize("name", ["top_k", "top_p", "min_p"])
 def test_a_filter_that_is_off_changes_no_bit(name: str) -> None:
     """A row whose setting is off is the same bit for bit whether or not another row's is on."""

@@ -206,13 +206,13 @@ def test_rows_without_text_are_skipped_and_counted(open_data: Any, caplog: Any) 
 
 
 FAULTY_FILES: dict[str, tuple[str, dict[str, str | bytes], str, str]] = {
-    "missing": ("parallel_text", {"a.en": "x"}, "a.en,b.de", r"data.files\[\"train\"\]='a.en,b.de': there is no file"),
+    "missing": ("parallel_text", {"a.en": "x"}, "a.en,b.de", "data.files.train='a.en,b.de': there is no file"),
     "one of two": ("parallel_text", {"a.en": "x"}, "a.en", "give two files of aligned lines, or one .tsv"),
     "counts": (
         "parallel_text",
         {"a.en": "one\n\ntwo\nthree\n", "a.de": "eins\nzwei"},
         "a.en,a.de",
-        r"data.files\[\"train\"\]: a.en has 4 lines but a.de has 2 lines; line n of one must be",
+        "data.files.train: a.en has 4 lines but a.de has 2 lines; line n of one must be",
     ),
     "one empty side": (
         "parallel_text",
@@ -328,7 +328,7 @@ def test_a_prepared_data_set_is_opened_by_name(open_data: Any, prepared: Path) -
         ({"name": "old_world", "fields": ("en", "year")}, "its texts are en, la"),
         (
             {"name": "old_world", "fields": ("en",), "files": {"train": "old"}},
-            "split 'old' of .*; set data.files to parts of train, dev",
+            r"data.files.train='old' of .*; name a part of train, dev",
         ),
         (
             {"name": "old_world", "fields": ("en",), "files": {"dev": "dev"}},
@@ -336,7 +336,7 @@ def test_a_prepared_data_set_is_opened_by_name(open_data: Any, prepared: Path) -
         ),
         (
             {"name": "old_world", "fields": ("en",), "files": {"train": "train[:0]"}},
-            r"split 'train\[:0\]' .* it is empty",
+            r"data.files.train='train\[:0\]' of .* it is empty",
         ),
         ({"name": "ui_phrases", "language_pair": "en-fr"}, "data.language_pair='en-fr': ui_phrases has en-de, en-zh"),
     ],

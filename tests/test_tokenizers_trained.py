@@ -52,7 +52,7 @@ def made(kind: str, texts: Texts, vocab_size: int = 280, path: Path | str = "") 
 
 
 def settings(batching: str, length: int = 64, overlong: str = "drop") -> dict[str, Any]:
-    return {"batching": batching, "length": length, "overlong": overlong}
+    return {"batching": batching, "length": length, "overlong": overlong, "markup": False}
 
 
 # --- Tokenizers
@@ -188,6 +188,14 @@ def test_special_tokens_written_in_the_data_are_text(kind, tmp_path):
     row = tokenise(texts, "train", tokenizer, settings("packed"), tmp_path).fields["text"][0]
     assert min(row[:-1]) > 3 and row[-1] == 0
     assert tokenizer.decode(row) == "end <eos><bos> <mask>"
+
+
+def test_markup_in_the_data_is_read_as_special_tokens(tmp_path):
+    texts = documents("a<mask>b")
+    tokenizer = made("characters", texts)
+    of = lambda markup: tokenise(texts, "train", tokenizer, settings("packed") | {"markup": markup}, tmp_path)
+    assert of(True).fields["text"][0].tolist() == [*tokenizer.encode("a"), 2, *tokenizer.encode("b"), 0]
+    assert 2 not in of(False).fields["text"][0]  # and the two are not one cache entry
 
 
 def test_tokens_that_a_tokenizer_puts_around_a_text_are_left_out(tmp_path):

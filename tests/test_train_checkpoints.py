@@ -185,18 +185,20 @@ def flip(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [halve, Path.unlink, flip, lambda file: file.write_bytes(b"")])
-def test_damage_is_never_restored(damage: Callable[[Path], None], two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_damage_is_never_restored(
+    damage: Callable[[Path], None], two: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Whatever file is damaged, the numbers of a whole checkpoint come back, and a skipped one is named once."""
     for file in damaged_files(two / "checkpoints/20"):
         copy = two / "copy"
         shutil.copytree(two / "checkpoints", copy / "checkpoints")
         damage(copy / file.relative_to(two))
-        caplog.clear()
+        capsys.readouterr()
         with Checkpoints(copy, keep_last=2, keep_best=0) as checkpoints:
             restored = checkpoints.restore(like(params(0.0)), like(STATE))
         assert restored is not None and same(restored.model, params(restored.step)), file
         assert restored.extra == {"epoch": restored.step}
-        lines = [r.getMessage() for r in caplog.records if "is skipped" in r.getMessage()]
+        lines = capsys.readouterr().err.splitlines()
         if file.name == "_CHECKPOINT_METADATA":  # nothing that is restored depends on it
             assert restored.step == 20 and not lines
         else:
@@ -228,14 +230,14 @@ def test_a_damaged_step_is_replaced(two: Path) -> None:
     assert restored is not None and restored.step == 20 and same(restored.model, params(21))
 
 
-def test_a_killed_save_is_skipped_and_cleared(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_killed_save_is_skipped_and_cleared(two: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The half-written folder of a killed process is named, not restored, and gone after the next save."""
     unfinished = two / "checkpoints/30.orbax-checkpoint-tmp"
     shutil.copytree(two / "checkpoints/20", unfinished)
     with Checkpoints(two, keep_last=2, keep_best=0) as checkpoints:
         restored = checkpoints.restore(like(params(0.0)), like(STATE))
         assert restored is not None and restored.step == 20
-        assert "checkpoint 30 is skipped: it was never finished" in caplog.text
+        assert "checkpoint 30 is skipped: it was never finished" in capsys.readouterr().err
         checkpoints.save(30, params(30), STATE, {})
         assert checkpoints.all_steps() == [20, 30]
     assert folders(two) == {"20", "30"}
@@ -271,8 +273,9 @@ def test_another_config_is_an_error_that_lists_the_differences(two: Path) -> Non
             checkpoints.restore(like({"a": [jnp.ones(1)] * 7}), like(STATE))
 
 
-def test_a_full_disk_costs_nothing_that_was_saved(two: Path) -> None:
-    """A write that fails is one OSError at the next call that names step and newest checkpoint; later saves work."""
+def test_a_full_disk_costs_nothing_that_was_saved(two: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A write that fails is one OSError at the next call that names step and newest checkpoint, and what Orbax logs of
+    it is not shown; later saves work."""
     big = {"noise": jax.random.normal(jax.random.key(0), (300_000,))}
     limit = resource.getrlimit(resource.RLIMIT_FSIZE)
     with Checkpoints(two, keep_last=1, keep_best=0) as checkpoints:
@@ -283,6 +286,7 @@ def test_a_full_disk_costs_nothing_that_was_saved(two: Path) -> None:
                 checkpoints.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
         # Another thread of the failed write may still be at it: its scratch folder is no checkpoint.
         assert folders(two) - {"30.orbax-checkpoint-tmp"} == {"10", "20"} and checkpoints.all_steps() == [10, 20]
         checkpoints.wait()  # told once
@@ -350,8 +354,18 @@ def test_a_workdir_loads_as_its_best_model(run: tuple[Path, dict[int, dj.Model]]
     """The lowest metric wins; config, tokenizer and end ids come along, and the compiled programs are shared."""
     workdir, models = run
     loaded = dj.load(workdir)
+    with Checkpoints(workdir, keep_last=3, keep_best=1) as checkpoints:
+        assert checkpoints.best_step() == 2
     assert same(loaded.params, models[2].params)
     assert loaded.spec == models[2].spec and loaded.eos_ids == (3,) and loaded.tokenizer.encode("w5") == [5]
+
+
+@pytest.mark.parametrize("part", ["checkpoints", "checkpoints/2", "checkpoints/2/model"])
+def test_a_part_of_a_workdir_is_no_model(run: tuple[Path, dict[int, dj.Model]], part: str) -> None:
+    """The error names what can be loaded."""
+    workdir, _ = run
+    with pytest.raises(ValueError, match=f"{part} is a part of the training run in {workdir}; load that"):
+        dj.load(workdir / part)
 
 
 def test_placement_and_dtype_of_a_workdir(run: tuple[Path, dict[int, dj.Model]]) -> None:

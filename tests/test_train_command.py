@@ -22,9 +22,10 @@ from tiny_runs import home, logged, make_small_mesh, pairs_config, text_config, 
 import train.__main__ as command
 import train.loop
 from decoding_jax.checkpoints.workdir import finished_steps
-from train.command import run
+from train.command import run, say
 from train.compile_only import report_memory
 from train.loop import Trainer
+from train.signals import Stopped, StopSignals
 
 __all__ = ["home"]  # a fixture
 
@@ -86,10 +87,14 @@ def test_help_tells_how_to_train() -> None:
 
 
 def test_the_default_workdir_is_called_like_the_config() -> None:
-    """Its argument is part of the name, so that runs on two language pairs do not share a folder."""
-    assert command.default_workdir("configs/x.py") == Path("workdirs/x")
-    assert command.default_workdir("some/where/x.py:en-de") == Path("workdirs/x-en-de")
-    assert command.default_workdir("x.py:data/input.txt") == Path("workdirs/x-data_input.txt")
+    """Its argument is part of the name, so that runs on two language pairs do not share a folder; of paths the end."""
+    assert command.chosen_workdir(None, "configs/x.py") == Path("workdirs/x")
+    assert command.chosen_workdir(None, "some/where/x.py:en-de") == Path("workdirs/x-en-de")
+    assert command.chosen_workdir(None, "x.py:llama-3.2") == Path("workdirs/x-llama-3.2")
+    assert command.chosen_workdir(None, "x.py:/home/me/data/input.txt") == Path("workdirs/x-input")
+    assert command.chosen_workdir("~/run", "x.py") == Path.home() / "run"
+    with pytest.raises(ValueError, match="--workdir='': name a folder"):
+        command.chosen_workdir("", "x.py")
 
 
 @pytest.fixture
@@ -101,7 +106,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
         with pytest.raises(SystemExit) as ended:
             run(command.main)
         said = capsys.readouterr()
-        return ended.value.code, (said.err if ended.value.code else said.out).strip().splitlines()
+        return ended.value.code, (said.out or said.err).strip().splitlines()
 
     yield calling
     # Flags are global, and a config defines more of them.
@@ -114,7 +119,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 @pytest.mark.parametrize(
     "kind, arguments, message",
     [
-        (text_config, ["--config.nope=1"], "no such setting, or its file fails: nope"),
+        (text_config, ["--config.nope=1"], "config.nope: there is no such setting; there are config.checkpoint"),
         (text_config, ["--config.total_steps=many"], "--config.total_steps=many"),
         (text_config, ["surplus"], "'surplus' is no flag"),
         (text_config, ["--num_processes=2"], "--coordinator, --num_processes and --process_id belong together"),
@@ -176,6 +181,77 @@ def test_compiling_alone_counts_bytes_per_device(home: Path, tmp_path: Path, cal
 # --- Kills and signals
 
 
+@pytest.mark.parametrize(
+    "raised, code, line",
+    [
+        (ValueError("evaluation does not fit"), 1, "train: failed: evaluation does not fit"),
+        (signal.SIGTERM, 0, "train: stopped; step 3 is saved in {}; the same command goes on from there"),
+        (signal.SIGINT, 130, "train: stopped; step 3 is saved in {}; the same command goes on from there"),
+    ],
+)
+@pytest.mark.parametrize("where", ["run", "__init__"])
+def test_how_a_run_ends_early(
+    home: Path,
+    tmp_path: Path,
+    call: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    raised: Any,
+    code: int,
+    line: str,
+    where: str,
+) -> None:
+    """A failure after the start is no bad usage, and signals are heard from the start on; what is saved is said."""
+    (tmp_path / "run" / "checkpoints" / "3").mkdir(parents=True)
+
+    def end(self: Any, *_: Any) -> None:
+        if isinstance(raised, Exception):
+            raise raised
+        os.kill(os.getpid(), raised)
+
+    methods = {"__init__": lambda self, *_: None, where: end}
+    monkeypatch.setattr(train.loop, "Trainer", type("Ending", (), methods))
+    file = config_file(text_config(home), tmp_path / "tiny.py")
+    found, lines = call(f"--config={file}", f"--workdir={tmp_path / 'run'}")
+    if where == "__init__" and isinstance(raised, Exception):
+        assert (found, lines) == (2, ["train: evaluation does not fit"])
+    else:
+        assert (found, lines[-1]) == (code, line.format(tmp_path / "run"))
+        assert "step 3 is saved" in " ".join(lines)
+
+
+def test_the_second_signal_is_not_caught() -> None:
+    """The first one waits for the end of a step and is heard in what may be cut short; the next ends the process."""
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    with pytest.raises(Stopped), StopSignals() as signals, signals.held():
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert signals.due(1)
+        assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == [signal.SIG_DFL] * 2
+        with pytest.raises(Stopped), signals.heard():
+            raise AssertionError
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
+
+
+def test_ctrl_c_anywhere_else_is_one_line(call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing is saved yet that could be told."""
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "keep_freed_memory", interrupted)
+    assert call("--config=configs/shakespeare_char_cpu.py") == (130, ["train: stopped"])
+
+
+def test_nobody_has_to_read_what_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reader of standard error that is gone, as behind a pipe, does not end a run."""
+
+    class Closed:
+        def write(self, text: str) -> None:
+            raise BrokenPipeError
+
+    monkeypatch.setattr(sys, "stderr", Closed())
+    say("step 1")
+
+
 def test_killed_and_terminated_processes_lose_nothing(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,7 +272,7 @@ def test_killed_and_terminated_processes_lose_nothing(
     assert "train: going on from step " in said and "Traceback" not in said
     losses = logged(workdir, "loss")
     step = max(losses)
-    assert f"train: step {step} is saved in {workdir}; the same command goes on from there" in said
+    assert f"train: stopped; step {step} is saved in {workdir}; the same command goes on from there" in said
     assert (workdir / "checkpoints" / str(step)).is_dir()
     monkeypatch.setattr(train.loop, "make_mesh", lambda settings: make_small_mesh())
     trainer = Trainer(config, workdir)

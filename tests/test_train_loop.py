@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,8 +23,13 @@ import train.loop
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.models.transformer import TransformerConfig
-from train.loop import Interrupted, Trainer, check_workdir, claim_workdir
-from train.setup import base_model, make_objective
+from train.data.texts import open_texts
+from train.data.tokenizers import make_tokenizer
+from train.loop import Trainer
+from train.objectives import Teacher
+from train.setup import base_model, make_objective, open_data
+from train.signals import Stopped, StopSignals
+from train.workdir import check_origins, check_workdir, claim_workdir, digest_of_tokenizer, find_origins, saved
 
 __all__ = ["home"]  # a fixture
 
@@ -72,7 +79,8 @@ def test_a_run_leaves_logs_scores_a_picture_and_a_model(whole: Path) -> None:
     assert list(losses) == list(range(1, 25)) and list(validation) == [4, 8, 12, 16, 20, 24]
     assert losses[24] < losses[1] - 0.2
     results = json.loads((whole / "results.json").read_text(encoding="utf-8"))
-    assert results["step"] == 24 and results["best_validation_loss"] == min(validation.values())
+    assert results["step"] == 24 and results["best_step"] == min(validation, key=lambda step: validation[step])
+    assert results["best_validation_loss"] == min(validation.values())
     assert [sample["prompt"] for sample in results["samples"]] == ["the "]
     assert (whole / "loss.png").read_bytes().startswith(b"\x89PNG")
     samples = [json.loads(line) for line in (whole / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
@@ -148,9 +156,9 @@ def test_stopped_and_killed_runs_have_the_losses_of_the_whole_one(
         return result
 
     trainer.train_step = with_signal
-    with pytest.raises(Interrupted) as stopped:
-        trainer.run()
-    assert (stopped.value.step, stopped.value.number) == (6, signal.SIGTERM)
+    with pytest.raises(Stopped) as stopped, StopSignals() as signals:
+        trainer.run(signals)
+    assert (stopped.value.number, stopped.value.exit_code) == (signal.SIGTERM, 0)
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == handlers
     assert list(logged(workdir, "loss")) == [1, 2, 3, 4, 5, 6]
 
@@ -169,6 +177,35 @@ def test_stopped_and_killed_runs_have_the_losses_of_the_whole_one(
     assert list(validation) == [4, 8, 10, 12, 15, 20, 24]
     assert all(validation[step] == loss for step, loss in logged(whole, "validation_loss").items() if step != 16)
     assert decoded(dj.load(workdir)) == decoded(dj.load(whole))
+
+
+def test_a_signal_at_the_wrong_moment_is_heard(home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a validation it saves at once, and the validation is made up for; in the last one and in the final decoding
+    it ends the run all the same. What is left to do is done by the same command."""
+    config, workdir = text_config(home, FULL | {"log_every": 50}), home / "signalled"
+
+    def stopped_in(method: str, at: int | None = None) -> None:
+        trainer = Trainer(config, workdir)
+        work = getattr(trainer, method)
+
+        def interrupted(*arguments: Any) -> Any:
+            if at is None or int(trainer.state.step) == at:
+                os.kill(os.getpid(), signal.SIGINT)
+            return work(*arguments)
+
+        monkeypatch.setattr(trainer, method, interrupted)
+        with pytest.raises(Stopped) as stopped, StopSignals() as signals:
+            trainer.run(signals)
+        assert stopped.value.exit_code == 130
+
+    for step in (4, 24):
+        stopped_in("evaluate_batch", step)
+        assert saved(workdir).startswith(f"step {step} is saved in ") and step not in logged(workdir, "validation_loss")
+    stopped_in("continue_prompts")
+    assert not (workdir / "results.json").exists()
+    Trainer(config, workdir).run()
+    assert logged(workdir, "validation_loss") == logged(whole, "validation_loss")
+    assert list(logged(workdir, "loss")) == [1, 24]
 
 
 def test_a_run_goes_on_on_other_devices(home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,7 +234,9 @@ def test_a_workdir_belongs_to_one_config(home: Path, tmp_path: Path) -> None:
     config = text_config(home)
     check_workdir(tmp_path / "new", config)
     assert not (tmp_path / "new").exists()
-    claim_workdir(tmp_path, config)
+    claim_workdir(tmp_path, text_config(home, {"data.length": 8}))
+    claim_workdir(tmp_path, config)  # nothing has been learnt with other settings yet
+    (tmp_path / "checkpoints" / "4").mkdir(parents=True)
     free = {"evaluation.every": 7, "checkpoint.keep_last": 9, "mesh.fsdp": 2, "log_every": 3, "data.prefetch": 0}
     check_workdir(tmp_path, text_config(home, free))
     changed = text_config(home, {"optimizer.learning_rate": 0.5, "data.length": 8, "evaluation.every": 7})
@@ -208,11 +247,78 @@ def test_a_workdir_belongs_to_one_config(home: Path, tmp_path: Path) -> None:
     assert "evaluation" not in message and "another --workdir" in message
 
 
+def test_a_workdir_has_one_run_at_a_time(home: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A second run is refused while the first is open. One that left no checkpoint may be begun with other settings,
+    and the run says that it starts anew."""
+    first = Trainer(text_config(home), tmp_path)
+    with pytest.raises(ValueError, match=r"workdir='.*': another process is writing there; .* another --workdir"):
+        Trainer(text_config(home), tmp_path)
+    first.close()
+    capsys.readouterr()
+    Trainer(text_config(home, {"data.tokenizer.kind": "bytes"}), tmp_path).close()
+    assert f"there is no checkpoint in {tmp_path}; starting at step 0" in capsys.readouterr().err
+    assert Tokenizer.from_folder(tmp_path).vocab_size == 259
+
+
+def test_the_folder_of_another_model_is_refused(home: Path, tmp_path: Path) -> None:
+    """`dj.load` would go on giving that model."""
+    folder = other_model(tmp_path / "model", "abc")
+    with pytest.raises(ValueError, match=r"model' holds a model that is no run's; choose another --workdir"):
+        Trainer(text_config(home), folder)
+    assert not (folder / "train_config.json").exists()
+
+
+# --- What it learns from
+
+
+def test_a_changed_tokenizer_is_refused(home: Path, whole: Path, tmp_path: Path) -> None:
+    """One that was edited in the folder of the run would give the texts other ids than the params have learnt."""
+    shutil.copytree(whole, tmp_path / "run")
+    file = tmp_path / "run" / "tokenizer.json"
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    raw["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(raw), encoding="utf-8")
+    with pytest.raises(ValueError, match=r"tokenizer.json has changed since step 24 of the run in .*run; restore"):
+        Trainer(text_config(home, FULL), tmp_path / "run")
+
+
+def test_changed_files_of_tokenizers_and_teachers_are_seen(home: Path, tmp_path: Path) -> None:
+    """Every start compares the tokenizer behind data.tokenizer.path and the teacher's params, digit by digit."""
+    letters = "".join(sorted(set("".join(sentences(60)))))
+    path = other_model(tmp_path / "given", letters)
+    config = text_config(home, {"data.tokenizer.kind": "file", "data.tokenizer.path": str(path)})
+    config.teacher.path = "teacher"
+    teacher = Teacher({"kernel": np.zeros(3, np.float32)}, np.float32(1), np.float32(1), None)
+    kept = Tokenizer.from_folder(path)
+
+    def found(teacher: Teacher = teacher) -> dict[str, Any]:
+        return find_origins(config, tmp_path, open_data(config, kept), teacher, made=True)
+
+    before = {key: origin.digest for key, origin in found().items()}
+    check_origins(found(), before, 3, tmp_path)
+    check_origins(found(), {}, 3, tmp_path)  # a checkpoint that kept none
+    other = dataclasses.replace(teacher, params={"kernel": np.array([0, 0, 1e-30], np.float32)})
+    with pytest.raises(ValueError, match=r"teacher.path='teacher' has changed since step 3"):
+        check_origins(found(other), before, 3, tmp_path)
+    Tokenizer.from_folder(other_model(tmp_path / "other", letters[::-1])).save(path)
+    with pytest.raises(ValueError, match=r"data.tokenizer.path='.*given' has changed since step 3"):
+        check_origins(found(), before, 3, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["characters", "bytes", "bpe"])
+def test_a_tokenizer_keeps_its_digest_in_the_folder(home: Path, tmp_path: Path, kind: str) -> None:
+    """Made from the texts or read again, it is the same."""
+    config = text_config(home, {"data.tokenizer.kind": kind, "data.tokenizer.vocab_size": 270})
+    made = make_tokenizer(config.data.tokenizer, open_texts(config.data))
+    made.save(tmp_path)
+    assert digest_of_tokenizer(Tokenizer.from_folder(tmp_path)) == digest_of_tokenizer(made)
+
+
 # --- Runs that fail
 
 
 def test_a_loss_that_is_no_number_ends_the_run(home: Path) -> None:
-    """It names the step, where in the data that was, and the checkpoint to go on from; nothing after it is logged."""
+    """It names the step and where in the data that was; nothing after it is logged or saved."""
     changes = {"optimizer.schedule": "constant", "optimizer.warmup_steps": 10, "total_steps": 30, "checkpoint.every": 1}
     trainer = Trainer(text_config(home, changes), home / "diverging")
     compute = trainer.train_step
@@ -222,20 +328,22 @@ def test_a_loss_that_is_no_number_ends_the_run(home: Path) -> None:
         return compute(state, spoilt, objective)
 
     trainer.train_step = diverging
-    with pytest.raises(RuntimeError, match=r"step 3: loss nan.*examples 0, .*last good checkpoint is that of step 2;"):
-        trainer.run()
-    assert list(logged(home / "diverging", "loss")) == [1, 2]
-    assert not (home / "diverging" / "checkpoints" / "3").exists()
-
-
-def test_a_learning_rate_out_of_bounds_ends_the_run_before_it_saves(home: Path) -> None:
-    """Params that are no numbers are found by the validation loss, and not saved as if they were good."""
-    changes = {"optimizer.learning_rate": 1e38, "optimizer.warmup_steps": 1, "optimizer.weight_decay": 10.0}
-    trainer = Trainer(text_config(home, changes | {"evaluation.every": 2, "checkpoint.every": 2}), home / "exploding")
     with pytest.raises(
-        RuntimeError, match=r"step [23]: (validation )?loss (nan|inf).*there is no checkpoint yet; try a"
+        RuntimeError, match=r"step 3: loss nan.*examples 0 of the training.*; try a lower learning rate"
     ):
         trainer.run()
+    assert list(logged(home / "diverging", "loss")) == [1, 2]
+    assert saved(home / "diverging").startswith("step 2 is saved in ")
+
+
+def test_params_that_are_no_numbers_are_not_saved(home: Path) -> None:
+    """They are found right after the update that spoilt them, also where no validation would look at them."""
+    changes = {"optimizer.learning_rate": 1e38, "optimizer.warmup_steps": 1, "optimizer.weight_decay": 10.0}
+    changes |= {"total_steps": 2, "data.files.validation": ""}
+    trainer = Trainer(text_config(home, changes), home / "exploding")
+    with pytest.raises(RuntimeError, match=r"step 2: loss \d.*norm of the params after it (nan|inf);.*; try a lower"):
+        trainer.run()
+    assert saved(home / "exploding").startswith("no step is saved in ")
 
 
 def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> None:
@@ -248,7 +356,11 @@ def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "kind, changes, message",
     [
-        (text_config, {"objective": "seq2seq"}, "objective='seq2seq' learns from source and target, but data.name"),
+        (
+            text_config,
+            {"objective": "seq2seq", "model.encoder_layers": 1},
+            "objective='seq2seq' learns from source and target, but data.name",
+        ),
         (text_config, {"objective": "masked"}, "objective='masked': choose one of causal_lm, seq2seq"),
         (text_config, {"model.encoder_layers": 1}, "model.encoder_layers=1: objective='causal_lm' needs 0"),
         (pairs_config, {"model.encoder_layers": 0}, "model.encoder_layers=0: objective='seq2seq' needs at least 1"),
@@ -259,13 +371,13 @@ def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> 
         (text_config, {"seed": 2**32}, "seed=4294967296: must be from 0"),
         (text_config, {"model.head_size": 0}, "head_size=0: must be at least 1"),
         (text_config, {"frozen": ("[",)}, r"frozen='\[' is no regular expression"),
-        (text_config, {"compute_dtype": "float16"}, "compute_dtype='float16': choose float32 or bfloat16"),
+        (text_config, {"compute_dtype": "float16"}, "compute_dtype='float16': choose one of float32, bfloat16"),
         (text_config, {"label_smoothing": 1.0}, "label_smoothing=1.0: must be from 0 to below 1"),
         (text_config, {"optimizer.ema": 1.0}, "optimizer.ema=1.0: must be from 0"),
         (text_config, {"evaluation.prompts": ("the " * 15,)}, r"prompts\[0\] has 60 tokens and max_new_tokens=8"),
         (text_config, {"evaluation.decoder": "magic"}, "magic"),
         (pairs_config, {"evaluation.language": ""}, "evaluation.language=''"),
-        (pairs_config, {"evaluation.max_new_tokens": 64}, "together more than the model's context of 64"),
+        (pairs_config, {"evaluation.max_new_tokens": 64}, "evaluation.max_new_tokens=64: leaves no room"),
         (pairs_config, {"model.max_length": 23, "data.length": 23}, r"source \d+ of the validation split has 24"),
     ],
 )  # fmt: skip
@@ -299,8 +411,7 @@ def test_init_from_starts_where_the_model_stands(home: Path, whole: Path, tmp_pa
     best = min(logged(whole, "validation_loss").values())
     assert trainer.validate(0)["validation_loss"] == pytest.approx(best, rel=1e-6)
     assert dj.load(tmp_path / "saved").config == trainer.layout.config
-    for part in (trainer.feed, trainer.logs, trainer.checkpoints):
-        part.close()
+    trainer.close()
 
 
 def test_init_from_refuses_what_the_objective_cannot_train(home: Path, tmp_path: Path) -> None:
@@ -335,8 +446,8 @@ def test_teachers_that_do_not_fit_are_refused(home: Path, whole: Path, tmp_path:
             {"teacher.path": str(stranger)},
             "stranger' has another vocabulary than the student; give the student its tok",
         ),
-        ({"teacher.path": str(whole), "teacher.weight": 1.5}, "teacher.weight=1.5 must be from 0 to 1"),
-        ({"teacher.path": str(whole), "teacher.temperature": 0.0}, "teacher.temperature=0.0 above 0"),
+        ({"teacher.path": str(whole), "teacher.weight": 1.5}, "teacher.weight=1.5: must be from 0 to 1"),
+        ({"teacher.path": str(whole), "teacher.temperature": 0.0}, "teacher.temperature=0.0: must be above 0"),
     ):
         with pytest.raises(ValueError, match=re.escape(message)):
             Trainer(text_config(home, changes), tmp_path / "student")

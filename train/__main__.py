@@ -1,11 +1,12 @@
 """Trains a model for the decoders of decoding_jax.
 
-    python -m train --config=configs/shakespeare_char_cpu.py
+    python -m train --config=configs/ui_phrases.py:en-de
     python -m train --config=configs/ui_phrases.py:en-de --workdir=workdirs/first --config.total_steps=400
     python -m train --config=configs/llama.py:8b --compile_only
 
 The run goes on from its newest checkpoint when the same command is given again, also after being killed. The folder is
-a model: dj.load("workdirs/first"). --config.name=value changes a setting; --helpfull lists all flags.
+a model: dj.load("workdirs/first"). --config.name=value changes a setting: train/config.py lists all settings with their
+meaning. --helpfull lists all flags.
 
 A mesh (data, fsdp, tensor) splits the rows, the params and optimizer, and the matrices over all devices of all
 processes (--config.mesh.data=2 --config.mesh.fsdp=2 ...). This is what pjit was: today it is jax.jit with
@@ -20,16 +21,20 @@ from __future__ import annotations
 import ast
 import ctypes
 import os
-import signal
+import re
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import jax
 from absl import flags
-from ml_collections import config_flags
+from ml_collections import ConfigDict, config_flags
 
 import decoding_jax as dj
 from train.command import FAILED, one_line, run, say
+
+if TYPE_CHECKING:
+    from train.signals import StopSignals
 
 _CONFIG = config_flags.DEFINE_config_file(
     "config", None, "The run: a file in configs, and its argument behind a colon."
@@ -55,19 +60,33 @@ def listed_configs(folder: Path = ROOT / "configs") -> str:
     return "\n".join(lines)
 
 
-def default_workdir(config_path: str) -> Path:
-    """workdirs/<name>, with the argument of the config file in the name."""
+def chosen_workdir(flag: str | None, config_path: str) -> Path:
+    """The folder of --workdir; without one workdirs/<name>, with the argument of the config file in the name.
+
+    Of an argument that is a path only the last part counts, without its ending.
+
+    Raises:
+      ValueError: --workdir is empty.
+    """
+    if flag == "":
+        raise ValueError("--workdir='': name a folder, or leave the flag out for workdirs/<name of the config>")
+    if flag is not None:
+        return Path(flag).expanduser()
     path, _, argument = config_path.partition(":")
-    return Path("workdirs") / "-".join(part for part in (Path(path).stem, argument.replace("/", "_")) if part)
+    last = Path(argument).stem if "/" in argument else argument
+    return Path("workdirs") / "-".join(part for part in (Path(path).stem, last) if part)
 
 
 def join_processes() -> None:
     """Becomes one of several processes, if the flags say so; ValueError where they contradict each other."""
     address, count, index = _COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value
-    given = [value is not None for value in (address, count, index)]
-    if any(given):
-        if not all(given):
+    if any(value is not None for value in (address, count, index)):
+        if address is None or count is None or index is None:
             raise ValueError("--coordinator, --num_processes and --process_id belong together; give all three")
+        if not re.fullmatch(r".+:\d+", address) or not 0 < int(address.rpartition(":")[2]) < 2**16:
+            raise ValueError(f"--coordinator={address!r}: give host:port of process 0, such as localhost:1234")
+        if not 0 <= index < count:
+            raise ValueError(f"--process_id={index}: must be from 0 to below --num_processes={count}")
         jax.distributed.initialize(address, count, index)
     elif _DISTRIBUTED.value:
         jax.distributed.initialize()
@@ -89,32 +108,45 @@ def keep_freed_memory() -> None:
 
 def main() -> int:
     """Trains, or only compiles."""
-    config = _CONFIG.value
     keep_freed_memory()
+    workdir = chosen_workdir(_WORKDIR.value, config_flags.get_config_filename(flags.FLAGS["config"]))
     join_processes()
-    # After joining: importing Orbax or Grain may look for devices.
-    from train.compile_only import report_memory
-    from train.loop import Interrupted, Trainer
-    from train.setup import compiled_folder
+    # After joining: importing these may look for devices.
+    from train.signals import Stopped, StopSignals
+    from train.workdir import saved
 
+    try:
+        with StopSignals(jax.process_count()) as signals:
+            return train(_CONFIG.value, workdir, signals)
+    except Stopped as stop:
+        say(f"stopped; {saved(workdir)}")
+        return stop.exit_code
+
+
+def train(config: ConfigDict, workdir: Path, signals: StopSignals) -> int:
+    """What `main` does between its signals; the exit code."""
+    from train.compile_only import report_memory
+    from train.loop import Trainer
+    from train.settings import check_settings
+    from train.setup import compiled_folder
+    from train.workdir import saved
+
+    check_settings(config)
     if folder := compiled_folder(config):
         dj.enable_compilation_cache(os.path.expanduser(folder))
     if _COMPILE_ONLY.value:
         print(report_memory(config))
         return 0
-    path = config_flags.get_config_filename(flags.FLAGS["config"])
-    workdir = Path(_WORKDIR.value) if _WORKDIR.value else default_workdir(path)
     trainer = Trainer(config, workdir)
     try:
-        results = trainer.run()
-    except Interrupted as stop:
-        say(f"step {stop.step} is saved in {workdir}; the same command goes on from there")
-        return 130 if stop.number == signal.SIGINT else 0
-    except (RuntimeError, OSError, jax.errors.JaxRuntimeError) as error:
+        results = trainer.run(signals)
+    except (ValueError, RuntimeError, OSError) as error:  # once it trains, none of them is bad usage
+        say(saved(workdir))
         say(f"failed: {one_line(error)}")
         return FAILED
-    say(f"done; {', '.join(f'{name} {value:.4g}' for name, value in results.items())}")
-    say(f'{workdir} is a model now: dj.load("{workdir}")')
+    numbers = [f"{name} {value if isinstance(value, int) else f'{value:.4g}'}" for name, value in results.items()]
+    say(f"done; {', '.join(numbers)}")
+    say(f'{workdir} is a model now, that of step {results["best_step"]}: dj.load("{workdir}")')
     return 0
 
 

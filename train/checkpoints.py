@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import json
+import logging
 import math
 import os
 import shutil
@@ -18,7 +19,6 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import logging
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
@@ -33,10 +33,12 @@ from decoding_jax.checkpoints.workdir import (
     differences,
     form_of,
     orbax_context,
+    rank,
     read_about,
     shortened,
 )
 from decoding_jax.types import PyTree
+from train.command import say
 
 T = TypeVar("T")
 
@@ -70,6 +72,7 @@ class Checkpoints:
     def __init__(self, workdir: str | os.PathLike[str], keep_last: int, keep_best: int) -> None:
         if keep_last < 1 or keep_best < 0:
             raise ValueError(f"keep_last={keep_last}, keep_best={keep_best}: keep at least 1 and 0 checkpoints")
+        logging.getLogger("absl").addFilter(_not_orbaxs_error)
         self._folder = Path(workdir).absolute() / CHECKPOINTS
         self._metrics: dict[int, float | None] = {}
         self._broken: dict[int, str] = {}
@@ -146,7 +149,7 @@ class Checkpoints:
     def restore(self, model: PyTree, state: PyTree) -> Restored | None:
         """The newest checkpoint that can be read, on the devices that the given trees name; None if there is none.
 
-        Checkpoints that were cut short, damaged or never finished are skipped with a warning each.
+        Checkpoints that were cut short, damaged or never finished are skipped with a line each on standard error.
 
         Args:
           model: `model` of `save` with a ShapeDtypeStruct for every array; its sharding says where the array goes,
@@ -158,7 +161,7 @@ class Checkpoints:
         """
         self.wait()
         for path in self._unfinished():
-            logging.warning("checkpoint %s is skipped: it was never finished (%s)", path.name.split(".")[0], path)
+            say(f"checkpoint {path.name.split('.')[0]} is skipped: it was never finished ({path})")
         items = {MODEL: by_path(model), STATE: by_path(state)}
         wanted = {item: _abstract(leaves) for item, (leaves, _) in items.items()}
         for step in reversed([checkpoint.step for checkpoint in self._checkpointer.checkpoints]):
@@ -172,7 +175,7 @@ class Checkpoints:
                     return Restored(step, trees[MODEL], trees[STATE], about["extra"])
                 except _Unreadable as error:
                     self._broken[step] = str(error)
-            logging.warning("checkpoint %d is skipped: %s", step, self._broken[step])
+            say(f"checkpoint {step} is skipped: {self._broken[step]}")
         if self._broken:
             listed = ", ".join(map(str, sorted(self._broken)))
             raise ValueError(
@@ -184,6 +187,10 @@ class Checkpoints:
     def all_steps(self) -> list[int]:
         """The saved steps, ascending, with the one being saved and without those known to be damaged."""
         return sorted({checkpoint.step for checkpoint in self._checkpointer.checkpoints} - set(self._broken))
+
+    def best_step(self) -> int:
+        """The saved step that `dj.load` takes from the workdir: of the lowest metric, without metrics the newest."""
+        return min(self.all_steps(), key=lambda step: rank(step, self._metrics.get(step)))
 
     def wait(self) -> None:
         """Waits for the save under way.
@@ -254,6 +261,11 @@ class Checkpoints:
         if jax.process_index() == 0:
             for path in self._unfinished():
                 shutil.rmtree(path, ignore_errors=True)
+
+
+def _not_orbaxs_error(record: logging.LogRecord) -> bool:
+    """Whether to show a log record: what Orbax logs of an error, over many screens, it raises as well."""
+    return record.levelno < logging.ERROR or f"{os.sep}orbax{os.sep}checkpoint{os.sep}" not in record.pathname
 
 
 class _Unreadable(Exception):

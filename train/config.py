@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from ml_collections import ConfigDict
+
+from decoding_jax.prepare import takes_drafter
+from decoding_jax.registry import DECODERS
+
+# What evaluates and distils: one model, which nothing drafts for.
+OWN_DECODERS = tuple(name for name, decoder in DECODERS.items() if not takes_drafter(decoder))
+
+
+def decoder_sections() -> dict[str, ConfigDict]:
+    """A part for each of OWN_DECODERS, called like it, with all its settings: their defaults, but 5 beams."""
+    fields = {name: dataclasses.fields(DECODERS[name]) for name in OWN_DECODERS}  # type: ignore[arg-type]
+    sections = {name: ConfigDict({field.name: field.default for field in fields[name]}) for name in OWN_DECODERS}
+    sections["beam"].num_beams = 5
+    return sections
 
 
 def default_config() -> ConfigDict:
@@ -11,25 +27,35 @@ def default_config() -> ConfigDict:
     config.objective = "causal_lm"  # one of train.objectives.OBJECTIVES
     config.seed = 0  # of the initial params, the order of the data, dropout
     config.total_steps = 1000
+    # From 0 to below 1. The training loss that is logged is with smoothing and dropout; nats_per_token is without
+    # smoothing, the validation loss without both.
     config.label_smoothing = 0.0
 
-    # The texts, the tokenizer and the batches; train/data says what the names mean.
+    # The texts; train/data/texts.py says more.
     config.data = ConfigDict()
-    config.data.name = ""
-    config.data.language_pair = ""
+    config.data.name = ""  # "plain_text", "parallel_text", "ui_phrases", or a data set that TFDS has prepared
+    config.data.language_pair = ""  # of ui_phrases: "en-de" or "en-zh"
+    # Of plain_text "a.txt,b.jsonl", also a part as in "a.txt[:90%]"; of parallel_text "a.en,a.de", "a.tsv" or
+    # "a.jsonl"; of another data set its split, as in "train[:95%]". "": there is no such split.
     config.data.files = ConfigDict({"train": "", "validation": "", "test": ""})
-    config.data.fields = ()
-    config.data.data_dir = ""
-    config.data.lowercase = False
-    config.data.distilled = ""
+    config.data.fields = ()  # features that serve: ("source", "target") of pairs in this order, one of texts; (): all
+    config.data.data_dir = ""  # the folder of prepared data sets; "": one in the user's cache
+    config.data.lowercase = False  # whether texts are lower-cased
+    config.data.markup = False  # whether special tokens that are written out in a text are these tokens, not text
+    config.data.distilled = ""  # a folder of train.distill, whose pairs replace the training split; "": none
+
+    # How they become ids: kind "characters", "bytes" or "bpe", made from the training split, "bpe" of vocab_size tokens
+    # (256 bytes and the special ones included), or "file" of a model's folder `path`.
     config.data.tokenizer = ConfigDict({"kind": "bpe", "vocab_size": 8000, "path": ""})
-    config.data.batching = "packed"
-    config.data.length = 256  # the longest row, in tokens
-    config.data.overlong = "drop"
-    config.data.rows_per_batch = 16
-    config.data.tokens_per_batch = 4096
+
+    # How ids become batches; train/data/batches.py shows them.
+    config.data.batching = "packed"  # whole documents side by side; "windows": of one stream; "bucketed": pairs
+    config.data.length = 256  # the longest row, of pairs the longest side, in tokens with <eos>; at least 2
+    config.data.overlong = "drop"  # longer ones are left out, with "cut" shortened; windows take any length
+    config.data.rows_per_batch = 16  # of packed and windows: at most so many, rounded up to rows_multiple
+    config.data.tokens_per_batch = 4096  # of bucketed: at most so many of the target's side, padding included
     config.data.rows_multiple = 8  # rows of a batch are a multiple of it; the parts of the mesh must divide it
-    config.data.prefetch = 4
+    config.data.prefetch = 4  # batches that threads make ahead; 0: each is made when it is asked for
 
     # Fields of TransformerConfig; a config file may add others of them. A vocab_size of 0 is the tokenizer's;
     # encoder-decoders start behind its <bos>.
@@ -45,7 +71,7 @@ def default_config() -> ConfigDict:
     config.model.max_length = 512
     config.model.rope_theta = 10000.0
     config.model.tie_embeddings = True
-    config.model.dropout = 0.0
+    config.model.dropout = 0.0  # rate in training, from 0 to below 1; the training loss is with it
     config.init_from = ""  # what dj.load takes: its model and tokenizer replace the settings above
     config.frozen = ()  # regular expressions; params whose whole path matches one are not trained
 
@@ -78,10 +104,8 @@ def default_config() -> ConfigDict:
     config.evaluation.decode_every = 0  # steps between two decodings of it; 0: only at the end, with the test split
     config.evaluation.examples = 200  # how many are decoded before the end
     config.evaluation.samples = 5  # how many go into the log
-    config.evaluation.decoder = "autoregressive"  # one of decoding_jax.registry.DECODERS; its settings as in decode
-    config.evaluation.autoregressive = ConfigDict()
-    config.evaluation.beam = ConfigDict({"num_beams": 5, "length_penalty": 1.0, "n_best": 1})
-    config.evaluation.prompt_lookup = ConfigDict({"num_draft": 8, "max_ngram": 3, "min_ngram": 1})
+    config.evaluation.decoder = "autoregressive"  # one of OWN_DECODERS; each has its settings in a part
+    config.evaluation.update(decoder_sections())
     config.evaluation.max_new_tokens = 64
     config.evaluation.batch_size = 32
     config.evaluation.language = ""  # of the targets, such as "de"
@@ -92,9 +116,7 @@ def default_config() -> ConfigDict:
     config.distillation = ConfigDict()
     config.distillation.split = "train"
     config.distillation.decoder = "autoregressive"
-    config.distillation.autoregressive = ConfigDict()
-    config.distillation.beam = ConfigDict({"num_beams": 5, "length_penalty": 1.0, "n_best": 1})
-    config.distillation.prompt_lookup = ConfigDict({"num_draft": 8, "max_ngram": 3, "min_ngram": 1})
+    config.distillation.update(decoder_sections())
     config.distillation.sampling = ConfigDict({"temperature": 0.0, "top_k": 0, "top_p": 1.0})  # 0: greedy
     config.distillation.seed = 0  # of the draws
     config.distillation.max_new_tokens = 64

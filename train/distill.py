@@ -2,11 +2,14 @@ r"""Translates the training split with a trained teacher: its outputs become the
 
 Greedy, with beam search (5 beams), or sampled:
 
-    python -m train.distill --config=configs/ui_phrases.py:en-de --teacher=workdirs/ui_phrases-en-de
-    python -m train.distill --config=configs/ui_phrases.py:en-de --teacher=workdirs/ui_phrases-en-de \
+    python -m train.distill --teacher=workdirs/ui_phrases-en-de
+    python -m train.distill --teacher=workdirs/ui_phrases-en-de \
         --config.distillation.decoder=beam --config.distillation.beam.num_beams=5
-    python -m train.distill --config=configs/ui_phrases.py:en-de --teacher=workdirs/ui_phrases-en-de \
+    python -m train.distill --teacher=workdirs/ui_phrases-en-de \
         --config.distillation.sampling.temperature=0.7 --output=workdirs/ui_phrases-en-de/distilled-sampled
+
+Data and settings are those of the teacher's run; others come with --config=configs/x.py (what differs in the data is
+said) or --config.name=value.
 
 The student learns from these pairs in place of the training split. Its vocabulary may be its own; here it is the
 teacher's:
@@ -29,7 +32,8 @@ The folder (--output) gets
 
 Left out are sources longer than data.length, and outputs that are empty, broken or without <eos> within
 distillation.max_new_tokens. After any interruption the same command goes on where the last complete part ended; the
-bytes are those of a run that was never stopped. A teacher that was trained further meanwhile makes another job.
+bytes are those of a run that was never stopped. A part that was cut or changed meanwhile is named and decoded again. A
+teacher that was trained further makes another job.
 
 Exit code: 0 done, or stopped by SIGTERM; 1 the job failed, or no output was good; 2 bad usage; 130 stopped by Ctrl-C.
 """
@@ -37,6 +41,7 @@ Exit code: 0 done, or stopped by SIGTERM; 1 the job failed, or no output was goo
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -48,14 +53,15 @@ from decoding_jax import batch_job
 from train.command import BAD_USAGE, FAILED, one_line, run, say
 from train.data.texts import DISTILLED
 from train.distillation import default_folder, perform, prepare
-from train.jobs import RowProgress, StopSignals, run_stoppable, write_summary
+from train.jobs import RowProgress, run_stoppable, write_summary
 from train.setup import compiled_folder
+from train.signals import StopSignals
+from train.trained_config import argv_with_config, differing_texts
 
-_CONFIG = config_flags.DEFINE_config_file("config", None, "The data and the settings, as for training.")
+_CONFIG = config_flags.DEFINE_config_file("config", None, "Data and settings; default: those of the teacher's run.")
 _TEACHER = flags.DEFINE_string("teacher", None, "The workdir of a trained encoder-decoder.", required=True)
 _OUTPUT = flags.DEFINE_string("output", None, "The folder to write to; default: distilled-<decoder> in --teacher.")
 _OVERWRITE = flags.DEFINE_bool("overwrite", False, "Discard what another job left in the folder.")
-flags.mark_flag_as_required("config")
 
 
 def distil(config: ConfigDict, folder: Path, signals: StopSignals) -> int:
@@ -64,6 +70,8 @@ def distil(config: ConfigDict, folder: Path, signals: StopSignals) -> int:
     try:
         if cache := compiled_folder(config):
             dj.enable_compilation_cache(os.path.expanduser(cache))
+        if different := differing_texts(config, _TEACHER.value):
+            say(f"not the data that the teacher was trained on: {', '.join(different)}")
         work = prepare(config, _TEACHER.value, folder, _OVERWRITE.value)
     except (ValueError, OSError) as error:
         say(one_line(error))
@@ -99,4 +107,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    sys.argv = argv_with_config(sys.argv, "teacher")
     run(main)

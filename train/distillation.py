@@ -118,8 +118,8 @@ def perform(work: Distillation, on_batch: Callable[[Tally], None] = lambda tally
       OSError: a file cannot be written.
     """
     file = work.folder / DISTILLED
-    if not all((work.folder / name).exists() for name in batch_job.part_names(len(work.parts))):
-        file.unlink(missing_ok=True)  # of another job that was overwritten
+    if not all(batch_job.find_parts(work.folder, work.rows, work.parts)):
+        file.unlink(missing_ok=True)  # of another job that was overwritten, or with a part that is damaged now
     tally = batch_job.run_job(work.model, work.job, work.rows, work.parts, work.folder, on_batch)
     lines, left_out = _pairs(work)
     if lines:

@@ -8,13 +8,11 @@ import json
 import os
 import platform
 import resource
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import ml_collections
@@ -27,6 +25,7 @@ from decoding_jax.batch_job import Job, Tally
 from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.registry import from_settings, make_decoder
 from train.command import FAILED, one_line, say
+from train.signals import Stopped, StopSignals
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -43,15 +42,23 @@ def every_setting() -> Iterator[None]:
         raise ValueError(f"the config file lacks a setting: {one_line(error)}") from None
 
 
-def read_job(settings: ml_collections.ConfigDict, mesh: Mesh | None, stop: dj.Stop = dj.Stop()) -> Job:
+def read_job(
+    settings: ml_collections.ConfigDict, mesh: Mesh | None, stop: dj.Stop = dj.Stop(), *, has_drafter: bool = False
+) -> Job:
     """The job that settings describe: `decoder` and the part of its name, `sampling`, `seed` and the sizes.
+
+    Args:
+      settings: a config, or the part of it that is about the job.
+      mesh: the devices that share each batch; None: one.
+      stop: what ends a row.
+      has_drafter: whether the job gets a drafter before it runs.
 
     Raises:
       ValueError: a setting has no meaning.
       AttributeError: a setting is missing; see `every_setting`.
     """
     return Job(
-        decoder=make_decoder(settings.decoder, settings.get(settings.decoder, {})),
+        decoder=make_decoder(settings.decoder, settings.get(settings.decoder, {}), has_drafter=has_drafter),
         max_new_tokens=settings.max_new_tokens,
         sampling=from_settings(dj.Sampling, "sampling", settings.sampling),
         stop=stop,
@@ -62,33 +69,28 @@ def read_job(settings: ml_collections.ConfigDict, mesh: Mesh | None, stop: dj.St
     )
 
 
+def load_drafter(name: str, model: dj.Model, **options: Any) -> dj.Model | None:
+    """The drafter that a setting names.
+
+    Args:
+      name: "" for none, "int8" for a copy of the model with coarser weights, else what `dj.load` takes.
+      model: the target.
+      options: of `dj.load`.
+
+    Raises:
+      ValueError: it cannot be loaded, or the model cannot be quantised.
+    """
+    if not name:
+        return None
+    if name == "int8":
+        return dj.quantized(model)
+    try:
+        return dj.load(name, **options)
+    except ValueError as error:
+        raise ValueError(f"drafter={name!r}: {error}") from None
+
+
 # --- Signals
-
-
-class Stopped(BaseException):
-    """A signal asked to stop. No Exception: nothing on the way out may take it for an error of its own."""
-
-
-class StopSignals:
-    """Turns the first SIGTERM or SIGINT into Stopped; a second one ends the process at once."""
-
-    def __init__(self) -> None:
-        self.received: int | None = None
-        self._handle(self._receive)
-
-    def _handle(self, handler: Any) -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: FrameType | None) -> NoReturn:
-        self.received = number
-        self._handle(signal.SIG_DFL)
-        raise Stopped
-
-    def check(self) -> None:
-        """Raises Stopped again if it got lost, as exceptions in destructors and callbacks do."""
-        if self.received is not None:
-            raise Stopped
 
 
 def run_stoppable(work: Callable[[StopSignals], int], folder: Path) -> int:
@@ -98,14 +100,14 @@ def run_stoppable(work: Callable[[StopSignals], int], folder: Path) -> int:
       work: gets the signals for its RowProgress.
       folder: where the job's parts are.
     """
-    signals = StopSignals()
     try:
-        return work(signals)
-    except Stopped:
+        with StopSignals() as signals:
+            return work(signals)
+    except Stopped as stop:
         parts = len(list(folder.glob(batch_job.PARTS)))
         say(f"{parts} complete parts are saved in {folder}")
         say("stopped; run the same command again to continue")
-        return 130 if signals.received == signal.SIGINT else 0
+        return stop.exit_code
     except (OSError, jax.errors.JaxRuntimeError) as error:
         say(f"failed: {one_line(error)}; what is complete is saved, the same command goes on from there")
         return FAILED

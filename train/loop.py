@@ -19,10 +19,9 @@ from ml_collections import ConfigDict
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.cache_files import write_atomically
-from decoding_jax.checkpoints.orbax import by_path, is_complete, write_model_files
+from decoding_jax.checkpoints.orbax import by_path, write_model_files
 from decoding_jax.models.functional import transformer_model
 from decoding_jax.models.sharding import TRAINING_RULES, place
-from decoding_jax.registry import make_decoder
 from decoding_jax.types import Array, Model
 from train.checkpoints import Checkpoints
 from train.command import say
@@ -30,69 +29,34 @@ from train.data.feed import Feed, rows_of_process
 from train.evaluation import bits_per_character, evaluate_decoding, perplexity, samples_of
 from train.metrics import Logs, Progress, plot_losses, read_scalars
 from train.optimizers import learning_rate
+from train.settings import evaluation_decoder
 from train.setup import (
     Data,
     base_model,
     check_decoding,
+    check_kept_shape,
     check_rows,
+    kept_model,
     make_layout,
     make_objective,
     model_config,
     open_data,
     to_devices,
-    workdir_tokenizer,
 )
-from train.signals import Interrupted, Signals
+from train.signals import Stopped, StopSignals
 from train.state import Layout, TrainState, make_evaluation, make_mesh, make_step
+from train.workdir import (
+    CONFIG,
+    RESULTS,
+    check_origins,
+    check_workdir,
+    claim_workdir,
+    find_origins,
+    has_learnt,
+    locked,
+)
 
-CONFIG, RESULTS = "train_config.json", "results.json"
-# What may change between two starts of one run: none of it changes what is learnt.
-_FREE = ("log_every", "checkpoint", "evaluation", "distillation", "profile", "compilation_cache", "mesh", "remat")
-_FREE_DATA = ("prefetch", "data_dir")
-
-
-def check_workdir(workdir: Path, config: ConfigDict) -> None:
-    """Compares the config with that of the run in the folder, if there is one.
-
-    Raises:
-      ValueError: the folder belongs to a run with another config; it names the differences.
-    """
-    file = workdir / CONFIG
-    if not file.exists():
-        return
-    try:
-        there = _flat(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
-        raise ValueError(f"{file} is damaged ({error}); restore it, or remove the folder to start again") from None
-    here = _flat(json.loads(config.to_json()))
-    different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
-    different = [name for name in different if not _is_free(name)]
-    if different:
-        listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
-        listed += f" and {len(different) - 5} more" if len(different) > 5 else ""
-        raise ValueError(
-            f"workdir={str(workdir)!r} belongs to a run with another config ({listed}); choose another "
-            "--workdir, or remove that folder"
-        )
-
-
-def claim_workdir(workdir: Path, config: ConfigDict) -> None:
-    """Writes the resolved config into the folder, which is the run's from then on."""
-    workdir.mkdir(parents=True, exist_ok=True)
-    write_atomically(workdir / CONFIG, (json.dumps(json.loads(config.to_json()), indent=2) + "\n").encode())
-
-
-def _is_free(name: str) -> bool:
-    free = [*_FREE, *(f"data.{part}" for part in _FREE_DATA)]
-    return any(name == part or name.startswith(f"{part}.") for part in free)
-
-
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {
-        name: leaf for key, part in tree.items() for name, leaf in _flat(part, f"{prefix}.{key}".strip(".")).items()
-    }
+_MOST_NAMED = 100  # examples of a batch, in a message
 
 
 class Trainer:
@@ -100,41 +64,59 @@ class Trainer:
 
     Args:
       config: of the run, as `train.config.default_config` lists it.
-      workdir: the folder of the run.
+      workdir: the folder of the run, which is locked until `run` or `close`.
 
     Raises:
-      ValueError: a setting does not fit, the workdir belongs to another run, or its checkpoints cannot be read.
+      ValueError: a setting does not fit, the workdir belongs to another run or is in use, its checkpoints cannot be
+        read, or what was learnt from has changed since.
     """
 
     def __init__(self, config: ConfigDict, workdir: Path):
         self.config, self.workdir = config, workdir
-        check_workdir(workdir, config)
+        with contextlib.ExitStack() as stack:  # closes what is open if anything that follows is refused
+            self._prepare(stack)
+            self.close = stack.pop_all().close
+
+    def _prepare(self, stack: contextlib.ExitStack) -> None:
+        config, workdir = self.config, self.workdir
+        with locked(workdir) if workdir.exists() else contextlib.nullcontext():
+            check_workdir(workdir, config)
+        learnt = has_learnt(workdir)
         mesh = make_mesh(config.mesh)
-        base = base_model(config, mesh)
-        kept = workdir_tokenizer(workdir)
-        tokenizer = kept or (None if base is None else base.tokenizer)
+        kept = kept_model(workdir) if learnt else None
+        base = base_model(config, mesh) if kept is None else None
+        known = kept or base
         check_rows(config, mesh)
-        self.data: Data = open_data(config, tokenizer)
+        self.data: Data = open_data(config, None if known is None else known.tokenizer)
         self.tokenizer = self.data.tokenizer
-        shape = model_config(config, self.tokenizer, base)
+        shape = model_config(config, self.tokenizer, known.config if known and config.init_from else None)
+        if kept is not None:
+            check_kept_shape(workdir, kept.config, shape)
         check_decoding(config, self.data, shape)
         self.layout: Layout = make_layout(config, shape, mesh)
         self.objective = make_objective(config, self.layout, self.tokenizer)
         # Nothing of a teacher is read when evaluating.
         self.untaught = dataclasses.replace(self.objective, teacher=None) if config.teacher.path else self.objective
-        self.decoder = make_decoder(config.evaluation.decoder, config.evaluation.get(config.evaluation.decoder, {}))
+        self.decoder = evaluation_decoder(config)
+        self.origins = find_origins(config, workdir, self.data, self.objective.teacher, made=not config.init_from)
         # Only what can be trained takes the folder: after a slip in the settings the next start must not be refused.
+        stack.enter_context(locked(workdir))
         if jax.process_index() == 0:
+            if not learnt and (workdir / CONFIG).exists():
+                say(f"there is no checkpoint in {workdir}; starting at step 0")
             claim_workdir(workdir, config)
-            if not is_complete(workdir):
+            if kept is None:
                 write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
         self.checkpoints = Checkpoints(workdir, config.checkpoint.keep_last, config.checkpoint.keep_best)
+        stack.callback(self.checkpoints.close)
         self.feed = Feed(self.data.plans["train"], *self.layout.share, config.data.prefetch)
+        stack.callback(self.feed.close)
         self.first_step, self.state = self._restore_or_start(base)
         self.train_step = make_step(self.layout, config)
         self.evaluate_batch = make_evaluation(self.layout, config)
         self.rate = learning_rate(config.optimizer, config.total_steps)
         self.logs = Logs(workdir, self.first_step)
+        stack.callback(self.logs.close)
         self.validated: tuple[int, float] | None = None  # the step and loss of the newest validation
 
     # --- the state, in memory and on disk
@@ -143,12 +125,9 @@ class Trainer:
         abstract = self.layout.abstract_state
         found = self.checkpoints.restore(self.layout.as_tree(abstract.decoding), _rest(abstract))
         if found is not None:
-            say(f"going on from step {found.step} in {self.workdir}")
-            if found.extra["texts"] != self.data.texts.digest:
-                raise ValueError(
-                    f"data.name={self.config.data.name!r}: the texts have changed since step {found.step} of the run "
-                    f"in {self.workdir}; restore them, or choose another --workdir"
-                )
+            check_origins(self.origins, found.extra, found.step, self.workdir)
+            done = found.step == self.config.total_steps
+            say(f"all {found.step} steps are done" if done else f"going on from step {found.step} in {self.workdir}")
             self.feed.set_state(found.extra["feed"])
             params, _ = by_path(found.model)
             rest = found.state
@@ -169,7 +148,7 @@ class Trainer:
     def save(self, step: int) -> None:
         """Starts to save the state after a step; the step after it may begin at once."""
         metric = self.validated[1] if self.validated is not None and self.validated[0] == step else None
-        extra = {"feed": self.feed.get_state(), "texts": self.data.texts.digest}
+        extra = {"feed": self.feed.get_state()} | {key: origin.digest for key, origin in self.origins.items()}
         self.checkpoints.save(step, self.layout.as_tree(self.state.decoding), _rest(self.state), extra, metric)
 
     def model(self) -> Model:
@@ -203,7 +182,7 @@ class Trainer:
         hits = sum(float(part["accuracy"][0]) for part in sums)
         loss = total / count
         if not math.isfinite(loss):
-            raise self._diverged(f"step {step}: validation loss {loss}")
+            raise _diverged(f"step {step}: validation loss {loss}")
         values = {
             "validation_loss": loss,
             "validation_perplexity": perplexity(loss),
@@ -262,26 +241,30 @@ class Trainer:
 
     # --- the loop
 
-    def run(self) -> dict[str, float]:
-        """Trains to the last step; the results of the model that `dj.load` takes from the workdir.
+    def run(self, signals: StopSignals | None = None) -> dict[str, float]:
+        """Trains to the last step and closes all; the results of the model that `dj.load` takes from the workdir.
+
+        Args:
+          signals: that can stop it; None: nothing does.
 
         Raises:
-          Interrupted: a signal came; everything is saved.
-          RuntimeError: the loss is no number any more.
+          Stopped: a signal came; the steps that are done are saved.
+          RuntimeError: the loss or the params are no numbers any more.
           OSError: a checkpoint or a log could not be written.
         """
+        signals = signals or StopSignals()
         with contextlib.ExitStack() as stack:
-            stack.callback(self.feed.close)
-            stack.callback(self.logs.close)
-            stack.callback(self.checkpoints.close)
+            stack.callback(self.close)
             progress = Progress(self.config.total_steps, self.first_step)
             stack.callback(progress.close)
-            with Signals() as signals:
+            if self._owes_validation():
+                self.validate(self.first_step)
+            with signals.held():
                 self._steps(progress, signals)
             self.checkpoints.wait()
             return self._results()
 
-    def _steps(self, progress: Progress, signals: Signals) -> None:
+    def _steps(self, progress: Progress, signals: StopSignals) -> None:
         config, pending = self.config, None
         for step, batch in self._batches():
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
@@ -290,29 +273,51 @@ class Trainer:
             # The metrics of a step are read when the next one is on its way, so that the devices never wait.
             if pending is not None:
                 self._settle(progress, *pending)
-            pending = step, metrics, batch["examples"]
-            saves = step % config.checkpoint.every == 0 or step == config.total_steps
-            validates = step % config.evaluation.every == 0 or saves  # the best checkpoint is chosen by it
-            decodes = config.evaluation.decode_every and step % config.evaluation.decode_every == 0
-            stops = signals.stop_after(step)
+            pending = step, metrics
+            saves, validates = self._saves(step), self._validates(step)
+            decodes = config.evaluation.decode_every > 0 and step % config.evaluation.decode_every == 0
+            stops = signals.due(step)
             if not (validates or saves or decodes or stops):
                 continue
             self._settle(progress, *pending)
             pending = None
-            if validates and (values := self.validate(step)):
-                say(f"step {step}: validation loss {values['validation_loss']:.4g}")
-            if decodes:
-                self.decode_now(step)
+            # Who is told to stop may have seconds left: saving goes first.
+            stops = stops or self._evaluate(step, validates, decodes, signals)
             if saves or stops:
                 self.save(step)
             if stops:
                 self.checkpoints.wait()
-                raise Interrupted(signals.received, step)
+                raise signals.stopped()
+
+    def _saves(self, step: int) -> bool:
+        return step % self.config.checkpoint.every == 0 or step == self.config.total_steps
+
+    def _validates(self, step: int) -> bool:
+        return step % self.config.evaluation.every == 0 or self._saves(step)  # the best checkpoint is chosen by it
+
+    def _owes_validation(self) -> bool:
+        """Whether the run was stopped before that of its newest step."""
+        validated = {line["step"] for line in read_scalars(self.workdir) if "validation_loss" in line}
+        return self.first_step > 0 and self._validates(self.first_step) and self.first_step not in validated
+
+    def _evaluate(self, step: int, validates: bool, decodes: bool, signals: StopSignals) -> bool:
+        """What is due of evaluations; whether a signal has cut them short."""
+        try:
+            with signals.heard():
+                if validates and (values := self.validate(step)):
+                    say(f"step {step}: validation loss {values['validation_loss']:.4g}")
+                if decodes:
+                    self.decode_now(step)
+        except Stopped:
+            return True
+        return False
 
     def _batches(self) -> Iterator[tuple[int, dict[str, np.ndarray]]]:
         """Steps from 1 on with their batches; the profiler's window opens and closes around them."""
         first = max(self.config.profile.first_step, self.first_step)
         last = min(self.config.profile.first_step + self.config.profile.steps, self.config.total_steps)
+        if self.first_step < self.config.total_steps:
+            say("compiling the step")
         for step in range(self.first_step + 1, self.config.total_steps + 1):
             if step == first + 1 <= last:
                 jax.profiler.start_trace(self.workdir / "profile")
@@ -320,31 +325,28 @@ class Trainer:
             if first < step == last:
                 jax.profiler.stop_trace()
 
-    def _settle(self, progress: Progress, step: int, metrics: dict[str, Array], examples: np.ndarray) -> None:
+    def _settle(self, progress: Progress, step: int, metrics: dict[str, Array]) -> None:
         values = {name: float(value) for name, value in jax.device_get(metrics).items()}
-        if not math.isfinite(values["loss"]) or not math.isfinite(values["gradient_norm"]):
-            listed = ", ".join(map(str, examples[examples >= 0][:8]))
-            raise self._diverged(
-                f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}; the batch holds the "
-                f"examples {listed}, ... of the training split"
+        if not all(math.isfinite(values[name]) for name in ("loss", "gradient_norm", "parameter_norm")):
+            examples = self.data.plans["train"].examples_of(step - 1)
+            listed = ", ".join(map(str, examples[:_MOST_NAMED])) + (", ..." if len(examples) > _MOST_NAMED else "")
+            raise _diverged(
+                f"step {step}: loss {values['loss']}, gradient norm {values['gradient_norm']}, norm of the params "
+                f"after it {values['parameter_norm']}; the batch is made of the examples {listed} of "
+                f"the training split ({len(examples)}, counted from 0)"
             )
         progress.update(step, int(values["tokens"]), values["loss"])
-        if step % self.config.log_every == 0 or step == self.config.total_steps:
+        if step % self.config.log_every == 0 or step in (1, self.config.total_steps):
             values["learning_rate"] = float(self.rate(jnp.int32(step - 1)))
             self.logs.scalars(step, values)
 
-    def _diverged(self, what: str) -> RuntimeError:
-        steps = self.checkpoints.all_steps()
-        good = f"the last good checkpoint is that of step {steps[-1]}" if steps else "there is no checkpoint yet"
-        return RuntimeError(f"{what}; {good}; try a lower learning rate or a longer warmup")
-
     def _results(self) -> dict[str, float]:
         """The scores and samples of the best checkpoint, written to results.json, and the plot of the losses."""
-        step, samples = self.config.total_steps, []
+        step, best, samples = self.config.total_steps, self.checkpoints.best_step(), []
         if jax.process_index() == 0:
             plot_losses(self.workdir)
         losses = [line["validation_loss"] for line in read_scalars(self.workdir) if "validation_loss" in line]
-        results: dict[str, float] = {"step": step}
+        results: dict[str, float] = {"step": step, "best_step": best}
         if losses:
             results |= {"last_validation_loss": losses[-1], "best_validation_loss": min(losses)}
         if jax.process_count() == 1:  # of several, one machine decodes later, by the model that it loads from here
@@ -372,3 +374,7 @@ def _rest(state: TrainState) -> dict[str, Any]:
     """What a checkpoint holds beside the params that decode."""
     rest = {"step": state.step, "optimizer": state.optimizer}
     return rest if state.ema is None else rest | {"params": state.params}
+
+
+def _diverged(what: str) -> RuntimeError:
+    return RuntimeError(f"{what}; try a lower learning rate or a longer warmup")

@@ -37,6 +37,7 @@ from tensorboard.plugins.text.summary_v2 import text_pb
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from decoding_jax.checkpoints.cache_files import write_atomically
+from train.command import show
 
 METRICS, SAMPLES, PICTURE = "metrics.jsonl", "samples.jsonl", "loss.png"
 # The names that `plot_losses` looks for.
@@ -233,7 +234,7 @@ class Progress:
         if steps > 0 and mark[1] < self._total:
             parts.append(f"{_duration((mark[0] - self._first[0]) / steps * (self._total - mark[1]))} left")
         if self._bar is None:
-            print(f"step {self._step} of {self._total}, {', '.join(parts)}", file=sys.stderr, flush=True)
+            show(f"step {self._step} of {self._total}, {', '.join(parts)}")
         else:
             self._bar.set_postfix_str(", ".join(parts), refresh=False)
             self._bar.n = self._step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import decoding_jax as dj
+from decoding_jax.batch_job import Job, check_job
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cache_dir
-from decoding_jax.checkpoints.orbax import is_complete
+from decoding_jax.checkpoints.orbax import is_complete, read_model_files
 from decoding_jax.models.functional import abstract_transformer, transformer_model, transformer_spec
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.models.transformer import TransformerConfig, View
@@ -25,11 +27,14 @@ from train.command import say
 from train.data.batches import Plan, make_plan
 from train.data.examples import Examples, tokenise
 from train.data.texts import Texts, open_texts
-from train.data.tokenizers import make_tokenizer, start_id_of
+from train.data.tokenizers import make_tokenizer, start_id_of, unknown_characters
 from train.evaluation import base_language
 from train.objectives import OBJECTIVES, Teacher
 from train.optimizers import make_optimizer
+from train.settings import check_data_length, check_settings, evaluation_decoder, naming
 from train.state import Layout
+
+_MADE_ANEW = "remove its config.json, and the same command makes it anew"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,9 +55,7 @@ class Data:
 
 
 def objective_of(config: ConfigDict) -> Any:
-    """The class of the objective; ValueError lists what there is."""
-    if config.objective not in OBJECTIVES:
-        raise ValueError(f"objective={config.objective!r}: choose one of {', '.join(OBJECTIVES)}")
+    """The class of the objective."""
     return OBJECTIVES[config.objective]
 
 
@@ -64,10 +67,15 @@ def open_data(config: ConfigDict, tokenizer: Tokenizer | None) -> Data:
       tokenizer: of an earlier start of this run or of the model to go on from; None: make one.
 
     Raises:
-      ValueError: a setting does not fit.
+      ValueError: a setting or a text does not fit, or there is no training split.
     """
     settings = config.data
     texts = open_texts(settings)
+    if "train" not in texts.splits:
+        raise ValueError(
+            f"data.files.train={settings.files.get('train', '')!r}: there is no training split, only "
+            f"{' and '.join(texts.splits)}; name the texts to learn from"
+        )
     wanted = objective_of(config).fields
     if texts.fields != wanted:
         raise ValueError(
@@ -86,38 +94,25 @@ def open_data(config: ConfigDict, tokenizer: Tokenizer | None) -> Data:
         for split, found in examples.items()
     }
     for split, found in examples.items():
+        if split == "validation" and not found.characters:
+            raise ValueError(
+                f"data.files.validation={settings.files.get('validation', '')!r}: every document is one token, so that "
+                "nothing is predicted; give longer ones, or none"
+            )
         _report(found, plans[split], settings)
     return Data(texts, tokenizer, examples, plans)
 
 
-def check_counts(config: ConfigDict) -> None:
-    """ValueError where a number of things is below 1, or the seed out of range."""
-    counts = {
-        "total_steps": config.total_steps,
-        "log_every": config.log_every,
-        "checkpoint.every": config.checkpoint.every,
-        "evaluation.every": config.evaluation.every,
-        "evaluation.batch_size": config.evaluation.batch_size,
-        "evaluation.examples": config.evaluation.examples,
-        "optimizer.accumulate": config.optimizer.accumulate,
-    }
-    for name, count in counts.items():
-        if count < 1:
-            raise ValueError(f"{name}={count}: must be at least 1")
-    if not 0 <= config.seed < 2**32:
-        raise ValueError(f"seed={config.seed}: must be from 0 to 2**32 - 1")
-
-
 def check_rows(config: ConfigDict, mesh: Mesh) -> None:
-    """ValueError where a batch cannot be taken apart evenly by the mesh and optimizer.accumulate, or a count is none.
+    """`check_settings`, and ValueError where mesh and optimizer.accumulate cannot take a batch apart evenly.
 
     The batches do not depend on the mesh, so that a run can go on on another one.
     """
-    check_counts(config)
+    check_settings(config)
     parts = mesh.shape["data"] * mesh.shape["fsdp"] * config.optimizer.accumulate
     rows, multiple = config.data.rows_per_batch, config.data.rows_multiple
     made = f"{parts}, the parts that the mesh (data times fsdp) and optimizer.accumulate make of a batch"
-    if multiple < 1 or multiple % parts:
+    if multiple % parts:
         raise ValueError(f"data.rows_multiple={multiple} is not a multiple of {made}; change one of them")
     if config.data.batching != "bucketed" and rows % parts:
         raise ValueError(f"data.rows_per_batch={rows} is not a multiple of {made}; change one of them")
@@ -132,27 +127,31 @@ def _report(examples: Examples, plan: Plan, settings: ConfigDict) -> None:
     }
     notes = [f"{count:,} {what}" for what, count in counts.items() if count]
     if examples.unknown:
-        notes.append(f"{examples.unknown:,} unknown characters")
-    notes.append(f"{plan.batches_per_epoch:,} batches, of which {plan.waste:.0%} is padding")
-    say("; ".join([f"{examples.split}: {len(examples):,} examples, {tokens:,} tokens", *notes]))
+        notes.append(f"{_counted(examples.unknown, 'token')} for unknown characters")
+    notes.append(f"{_counted(plan.batches_per_epoch, 'batch', 'es')} per epoch, {plan.waste:.0%} padding")
+    say("; ".join([f"{examples.split}: {_counted(len(examples), 'example')}, {_counted(tokens, 'token')}", *notes]))
 
 
-def model_config(config: ConfigDict, tokenizer: Tokenizer | None, base: Model | None = None) -> TransformerConfig:
+def _counted(count: int, what: str, plural: str = "s") -> str:
+    return f"{count:,} {what}{'' if count == 1 else plural}"
+
+
+def model_config(
+    config: ConfigDict, tokenizer: Tokenizer | None, base: TransformerConfig | None = None
+) -> TransformerConfig:
     """The shape of the model to train: that of the model to go on from (with our dropout), or the config's.
 
     Raises:
-      ValueError: the objective and the model do not fit, or the vocabulary is unknown or too small.
+      ValueError: the vocabulary is unknown or too small.
     """
     if base is None:
         shape = TransformerConfig(**_described(config, tokenizer))
     else:
-        shape = dataclasses.replace(base.config, dropout=config.model.dropout)
+        shape = dataclasses.replace(base, dropout=config.model.dropout)
     known = 0 if tokenizer is None else tokenizer.vocab_size
     if shape.vocab_size < known:
         name = "model.vocab_size" if base is None else f"init_from={config.init_from!r} with vocab_size"
         raise ValueError(f"{name}={shape.vocab_size}: fewer than the {known} ids of the tokenizer")
-    if config.data.length > shape.max_length:
-        raise ValueError(f"data.length={config.data.length} is more than the model's max_length={shape.max_length}")
     return shape
 
 
@@ -160,14 +159,14 @@ def _described(config: ConfigDict, tokenizer: Tokenizer | None) -> dict[str, Any
     fields: dict[str, Any] = config.model.to_dict()
     if not fields["vocab_size"]:
         if tokenizer is None:
-            raise ValueError("model.vocab_size=0 stands for that of the tokenizer, and there is none yet; set it")
+            made = config.data.tokenizer
+            size = made.vocab_size if made.kind == "bpe" else "<its size>"
+            raise ValueError(
+                f"model.vocab_size=0 stands for that of the tokenizer, and there is none without the texts; give "
+                f"--config.model.vocab_size={size}"
+            )
         fields["vocab_size"] = tokenizer.vocab_size
     with_encoder = objective_of(config).encoder_decoder
-    if with_encoder != (fields["encoder_layers"] > 0):
-        wanted = "at least 1" if with_encoder else "0"
-        raise ValueError(
-            f"model.encoder_layers={fields['encoder_layers']}: objective={config.objective!r} needs {wanted}"
-        )
     return fields | ({"start_id": 0 if tokenizer is None else start_id_of(tokenizer)} if with_encoder else {})
 
 
@@ -176,20 +175,38 @@ def check_decoding(config: ConfigDict, data: Data, shape: TransformerConfig) -> 
     settings, tokenizer = config.evaluation, data.tokenizer
     _, params = abstract_transformer(shape)
     model = transformer_model(shape, params, tokenizer=tokenizer, eos_ids=tuple(tokenizer.eos_ids))
-    if "source" not in data.texts.fields:
-        for i, prompt in enumerate(settings.prompts):
-            name = f"evaluation.prompts[{i}]"
-            check_length(model, encode_prompt(model, prompt, name), settings.max_new_tokens, name)
+    pairs = "source" in data.texts.fields
+    if not pairs and not settings.prompts:
         return
-    try:
-        base_language(settings.language)
-    except ValueError as error:
-        raise ValueError(f"evaluation.{error}") from None
-    check_length(model, [start_id_of(tokenizer)], settings.max_new_tokens, "the beginning of a target")
-    for split in ("validation", "test"):
-        for i, pair in enumerate(data.texts.splits.get(split, ())):
+    with naming("evaluation", settings):
+        if pairs:
+            base_language(settings.language)
+        sampling = dj.Sampling(temperature=0.0 if pairs else settings.temperature)
+        check_job(model, Job(evaluation_decoder(config), settings.max_new_tokens, sampling))
+    if pairs:
+        _check_sources(config, data, model)
+    else:
+        _check_prompts(config, model)
+
+
+def _check_sources(config: ConfigDict, data: Data, model: Model) -> None:
+    """All that is decoded: at the end the validation and the test split, before it the first of the former."""
+    splits = {split: len(data.texts.splits[split]) for split in ("validation", "test") if split in data.texts.splits}
+    if config.evaluation.decode_every and "validation" not in splits:
+        splits["train"] = min(config.evaluation.examples, len(data.texts.splits["train"]))
+    for split, count in splits.items():
+        for i, pair in enumerate(itertools.islice(data.texts.splits[split], count)):
             name = f"source {i} of the {split} split"
             check_length(model, encode_prompt(model, pair["source"], name), 0, name)
+
+
+def _check_prompts(config: ConfigDict, model: Model) -> None:
+    prompts = config.evaluation.prompts
+    for i, prompt in enumerate(prompts):
+        name = f"evaluation.prompts[{i}]"
+        check_length(model, encode_prompt(model, prompt, name), config.evaluation.max_new_tokens, name)
+    if unknown := unknown_characters(model.tokenizer, "".join(prompts)):
+        say(f"evaluation.prompts has characters that the tokenizer does not know: {unknown!r}; the model gets <unk>")
 
 
 def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
@@ -206,6 +223,7 @@ def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
     if (model.encode is not None) != objective_of(config).encoder_decoder:
         kind = "a decoder-only model" if model.encode is None else "an encoder-decoder"
         raise ValueError(f"init_from={config.init_from!r} is {kind}, which objective={config.objective!r} cannot train")
+    check_data_length(config, model.config.max_length)
     return model
 
 
@@ -213,10 +231,8 @@ def make_layout(config: ConfigDict, shape: TransformerConfig, mesh: Mesh) -> Lay
     """Where the state of the run lives.
 
     Raises:
-      ValueError: a setting of the optimizer, the mesh or `frozen` does not fit.
+      ValueError: the mesh or `frozen` does not fit the shape.
     """
-    if not 0 <= config.optimizer.ema < 1:
-        raise ValueError(f"optimizer.ema={config.optimizer.ema}: must be from 0 (off) to below 1")
     optimizer = make_optimizer(config.optimizer, config.total_steps)
     return Layout(shape, mesh, optimizer, tuple(config.frozen), config.optimizer.ema > 0)
 
@@ -225,12 +241,8 @@ def make_objective(config: ConfigDict, layout: Layout, tokenizer: Tokenizer | No
     """The objective over the model in its compute dtype, with the teacher if there is one.
 
     Raises:
-      ValueError: a setting cannot be used, or the teacher has another vocabulary or form.
+      ValueError: the teacher cannot be loaded, or has another vocabulary or form.
     """
-    if config.compute_dtype not in ("float32", "bfloat16"):
-        raise ValueError(f"compute_dtype={config.compute_dtype!r}: choose float32 or bfloat16")
-    if not 0 <= config.label_smoothing < 1:
-        raise ValueError(f"label_smoothing={config.label_smoothing}: must be from 0 to below 1")
     spec = transformer_spec(layout.config, config.compute_dtype, View(remat=config.remat))
     teacher = None
     if config.teacher.path:
@@ -241,10 +253,6 @@ def make_objective(config: ConfigDict, layout: Layout, tokenizer: Tokenizer | No
 def load_teacher(settings: ConfigDict, layout: Layout, tokenizer: Tokenizer | None) -> Teacher:
     """A trained model whose predictions are learnt, beside the student on the mesh; ValueError if it does not fit."""
     model = dj.load(settings.path, placement=place(layout.mesh, TRAINING_RULES))
-    if not 0 <= settings.weight <= 1 or not settings.temperature > 0:
-        raise ValueError(
-            f"teacher.weight={settings.weight} must be from 0 to 1, teacher.temperature={settings.temperature} above 0"
-        )
     if (model.encode is None) != (layout.config.encoder_layers == 0):
         raise ValueError(f"teacher.path={settings.path!r}: teacher and student must both have an encoder or both none")
     digests = [None if t is None else t.vocabulary_digest() for t in (model.tokenizer, tokenizer)]
@@ -257,9 +265,37 @@ def load_teacher(settings: ConfigDict, layout: Layout, tokenizer: Tokenizer | No
     return Teacher(model.params, jnp.float32(settings.weight), jnp.float32(settings.temperature), model.spec)
 
 
-def workdir_tokenizer(workdir: Path) -> Tokenizer | None:
-    """The tokenizer that an earlier start of the run kept."""
-    return Tokenizer.from_folder(workdir) if is_complete(workdir) else None
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """What an earlier start of the run wrote beside its checkpoints: the model's shape and its tokenizer."""
+
+    config: TransformerConfig
+    tokenizer: Tokenizer
+
+
+def kept_model(workdir: Path) -> Kept | None:
+    """What the folder keeps; None where its config.json is not there.
+
+    Raises:
+      ValueError: a file is damaged.
+    """
+    if not is_complete(workdir):
+        return None
+    try:
+        config, _, fields = read_model_files(workdir)
+        return Kept(config, fields.get("tokenizer") or Tokenizer.from_folder(workdir))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ValueError(
+            f"workdir={str(workdir)!r}: the files of its model are damaged ({str(error).split('; ')[0]}); {_MADE_ANEW}"
+        ) from None
+
+
+def check_kept_shape(workdir: Path, kept: TransformerConfig, shape: TransformerConfig) -> None:
+    """ValueError where the folder keeps another shape than that of the run, whose checkpoints could not be loaded."""
+    there, here = dataclasses.asdict(kept), dataclasses.asdict(shape)
+    different = [f"{name} is {there[name]!r}, not {here[name]!r}" for name in here if there[name] != here[name]]
+    if different:
+        raise ValueError(f"{workdir / 'config.json'} describes another model ({', '.join(different)}); {_MADE_ANEW}")
 
 
 def compiled_folder(config: ConfigDict) -> str:

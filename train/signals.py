@@ -1,41 +1,53 @@
-"""Ending at a signal, but only between two steps."""
+"""Ending at a signal: at once where nothing can be lost, between two steps of training."""
 
 from __future__ import annotations
 
+import contextlib
 import signal
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-import jax
 from jax.experimental import multihost_utils
 
+from train.command import INTERRUPTED
 
-class Interrupted(Exception):
-    """A signal asked to stop; the state is saved.
+
+class Stopped(BaseException):
+    """A signal asked to stop. No Exception: nothing on the way out may take it for an error of its own.
 
     Attributes:
       number: of the signal.
-      step: the steps that are done and saved.
     """
 
-    def __init__(self, number: int, step: int):
-        super().__init__(f"stopped by signal {number} after step {step}")
-        self.number, self.step = number, step
+    def __init__(self, number: int):
+        super().__init__(f"stopped by signal {number}")
+        self.number = number
+
+    @property
+    def exit_code(self) -> int:
+        """That of the command: being told to stop is no failure, but a shell knows Ctrl-C by its code."""
+        return INTERRUPTED if self.number == signal.SIGINT else 0
 
 
-class Signals:
-    """Within it the first SIGTERM or SIGINT waits until the step is done; a second one ends the process at once.
+class StopSignals:
+    """Within it the first SIGTERM or SIGINT raises Stopped; a second one ends the process at once.
 
-    Of several processes that get no SIGTERM at the same step, JAX finds the step after which all stop. It has its own
-    handler for that, which one of Python would replace.
+    Several processes that get no SIGTERM at the same step may only stop together: `due` says after which step. JAX has
+    a handler of its own for that, which one of Python would replace.
+
+    Args:
+      processes: how many processes work together.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, processes: int = 1) -> None:
+        self._alone = processes == 1
+        self._held = not self._alone
         self._caught: int | None = None
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> Signals:
-        for number in (signal.SIGTERM, signal.SIGINT) if jax.process_count() == 1 else (signal.SIGINT,):
+    def __enter__(self) -> StopSignals:
+        for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
             self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -47,16 +59,42 @@ class Signals:
         self._caught = number
         for each in self._before:
             signal.signal(each, signal.SIG_DFL)
-        if jax.process_count() > 1:
+        if not self._alone:
             signal.raise_signal(signal.SIGTERM)
+        elif not self._held:
+            raise Stopped(number)
 
-    @property
-    def received(self) -> int:
-        """The signal that this process got; SIGTERM where another one did."""
-        return signal.SIGTERM if self._caught is None else self._caught
+    def check(self) -> None:
+        """Raises Stopped if a signal came while it was held, or got lost, as exceptions in destructors do."""
+        if self._alone and self._caught is not None:
+            raise Stopped(self._caught)
 
-    def stop_after(self, step: int) -> bool:
-        """Whether to stop now; all processes answer alike."""
-        if jax.process_count() == 1:
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """A block that no signal cuts short; one that came and was not asked for by `due` raises Stopped at its end."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = not self._alone
+        self.check()
+
+    @contextlib.contextmanager
+    def heard(self) -> Iterator[None]:
+        """A part of a held block where a signal raises Stopped after all."""
+        self._held = not self._alone
+        try:
+            self.check()
+            yield
+        finally:
+            self._held = True
+
+    def due(self, step: int) -> bool:
+        """Whether to stop after this step of training; all processes answer alike."""
+        if self._alone:
             return self._caught is not None
         return bool(multihost_utils.reached_preemption_sync_point(step))
+
+    def stopped(self) -> Stopped:
+        """What to raise where `due` says so; by SIGTERM where another process got the signal."""
+        return Stopped(signal.SIGTERM if self._caught is None else self._caught)

@@ -254,7 +254,8 @@ def loss_and_gradients(
 def make_step(layout: Layout, config: ConfigDict) -> Any:
     """One step of training, jitted: (state, batch, objective) -> (state, metrics f32[] by name). The state is donated.
 
-    Metrics are the batch's means, "tokens" (how many had weight) and "gradient_norm" (before clipping).
+    Metrics are the batch's means, "tokens" (how many had weight), "gradient_norm" (before clipping) and
+    "parameter_norm" (of what is trained, after the update).
     """
     dtype, accumulate, decay = jnp.dtype(config.compute_dtype), config.optimizer.accumulate, config.optimizer.ema
     seed = config.seed
@@ -272,7 +273,8 @@ def make_step(layout: Layout, config: ConfigDict) -> Any:
             optimizer=optimizer,
             ema=None if state.ema is None else averaged(state.ema, params, decay, state.step),
         )
-        return new, _means(metrics) | {"gradient_norm": optax.tree.norm(gradients)}
+        norms = {"gradient_norm": optax.tree.norm(gradients), "parameter_norm": optax.tree.norm(params)}
+        return new, _means(metrics) | norms
 
     return jax.jit(step, donate_argnums=0, out_shardings=(layout.shardings, layout.whole))
 

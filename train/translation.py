@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
-
 import decoding_jax as dj
 from decoding_jax.checkpoints import Placement
 from decoding_jax.checkpoints.cache_files import cache_dir
-from decoding_jax.checkpoints.orbax import by_path
-from decoding_jax.checkpoints.workdir import form_of
 from decoding_jax.types import Model
 from train.data.examples import Examples, tokenise
 from train.data.texts import Split, Texts, open_texts
+from train.workdir import digest_of_params
 
 
 def load_translator(flag: str, path: str | os.PathLike[str], placement: Placement = None) -> Model:
@@ -86,14 +82,11 @@ def encode_sources(pairs: Split, split: str, model: Model, longest: int) -> Exam
     """
     sources = dataclasses.replace(pairs, features={"text": pairs.features["source"]})
     documents = Texts({split: sources}, ("text",), pairs.digest)
-    settings = {"batching": "packed", "length": longest, "overlong": "drop"}
+    settings = {"batching": "packed", "length": longest, "overlong": "drop", "markup": False}
     return tokenise(documents, split, model.tokenizer, settings, cache_dir() / "tokenised")
 
 
 def digest_of(model: Model) -> str:
     """SHA-256 of all that a model decodes with: shape, params, vocabulary. It changes when it is trained further."""
-    digest = hashlib.sha256(f"{model.config} {model.eos_ids} {model.tokenizer.vocabulary_digest()}".encode())
-    for path, leaf in by_path(model.params)[0].items():
-        digest.update(f"{path} {form_of(leaf)}".encode())
-        digest.update(np.asarray(leaf).tobytes())
-    return digest.hexdigest()
+    about = f"{model.config} {model.eos_ids} {model.tokenizer.vocabulary_digest()}"
+    return digest_of_params(model.params, about)

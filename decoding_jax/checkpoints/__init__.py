@@ -9,15 +9,14 @@ import os
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from decoding_jax.checkpoints import huggingface
 from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
 from decoding_jax.checkpoints.huggingface import Placement
 from decoding_jax.checkpoints.orbax import FORMAT, load_orbax, save, write_folder
 from decoding_jax.checkpoints.tokenizer import Tokenizer
-from decoding_jax.checkpoints.workdir import is_workdir, load_workdir
-from decoding_jax.models.functional import transformer_model
+from decoding_jax.checkpoints.workdir import is_workdir, load_workdir, workdir_around
+from decoding_jax.models.functional import float_dtype, transformer_model
+from decoding_jax.models.quantized import is_quantized
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.types import Model
 
@@ -50,6 +49,8 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: 
         if path.suffix != ".gguf":
             raise ValueError(f"{path}: a model is a folder or a .gguf file")
         return _load_huggingface(hf_folder_from_gguf(path), dtype, placement)
+    if not (path / "config.json").exists() and (workdir := workdir_around(path)) is not None:
+        raise ValueError(f"{path} is a part of the training run in {workdir}; load that, for its best checkpoint")
     if huggingface.read_config(path).get("format") == FORMAT:
         return load_workdir(path, dtype, placement) if is_workdir(path) else load_orbax(path, dtype, placement)
     return _load_huggingface(path, dtype, placement)
@@ -59,12 +60,14 @@ def save_huggingface(model: Model, folder: str | os.PathLike[str]) -> None:
     """Writes a Transformer model as a Hugging Face folder that transformers and `load` read.
 
     Raises:
-      ValueError: the model is no Transformer, no family has its settings, or the folder exists.
+      ValueError: the model is no Transformer or quantised, no family has its settings, or the folder exists.
     """
     config = model.config
     if not isinstance(config, TransformerConfig):
         raise ValueError(f"{model!r} has no TransformerConfig; only Transformers have a Hugging Face form")
-    dtype = jax.tree.leaves(model.params)[0].dtype.name
+    if is_quantized(model.params):
+        raise ValueError(f"{model!r} is in int8, which has no Hugging Face form here; save the model in floats")
+    dtype = float_dtype(model.params).name
     raw = huggingface.config_to_hf(config, model.eos_ids, dtype)
 
     def fill(scratch: Path) -> None:

@@ -1,6 +1,6 @@
 """Our own checkpoint format: Orbax (v1 API) params beside a config.json and the tokenizer's files.
 
-folder/config.json     {"format": "decoding_jax", "transformer": {...}, "dtype": ..., "eos_ids": [...]}
+folder/config.json     {"format": "decoding_jax", "transformer": {...}, "dtype": ..., "eos_ids": [...], "int8": false}
 folder/params/         an Orbax checkpoint of {"layers/0/attention/qkv/kernel": array, ...}
 folder/tokenizer.json  ... if the model has a tokenizer
 """
@@ -29,7 +29,8 @@ from decoding_jax.checkpoints.huggingface import (
     sharding_for,
 )
 from decoding_jax.checkpoints.tokenizer import Tokenizer
-from decoding_jax.models.functional import abstract_transformer, transformer_model
+from decoding_jax.models.functional import abstract_transformer, float_dtype, transformer_model
+from decoding_jax.models.quantized import is_quantized, quantize_params
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.types import Model, PyTree
 
@@ -70,8 +71,8 @@ def save(model: Model, folder: str | os.PathLike[str]) -> None:
     def fill(scratch: Path) -> None:
         arrays, _ = by_path(model.params)
         ocp.save(scratch / "params", arrays)
-        dtype = next(iter(arrays.values())).dtype.name
-        write_model_files(config, model.tokenizer, model.eos_ids, scratch, dtype)
+        dtype, int8 = float_dtype(model.params).name, is_quantized(model.params)
+        write_model_files(config, model.tokenizer, model.eos_ids, scratch, dtype, int8)
 
     write_folder(Path(folder).absolute(), fill)
 
@@ -83,7 +84,8 @@ def load_orbax(folder: Path, dtype: Any = None, placement: Placement = None) -> 
       ValueError: the config or the checkpoint cannot be read; it names the file.
     """
     config, dtype, fields = read_model_files(folder, dtype)
-    return transformer_model(config, restore_params(folder / "params", config, dtype, placement), **fields)
+    int8 = bool(read_config(folder).get("int8"))  # not in folders of older versions
+    return transformer_model(config, restore_params(folder / "params", config, dtype, placement, int8=int8), **fields)
 
 
 def write_model_files(
@@ -92,14 +94,18 @@ def write_model_files(
     eos_ids: Sequence[int],
     folder: Path,
     dtype: str = "float32",
+    int8: bool = False,
 ) -> None:
     """Writes all of a model but its params: config.json, and the tokenizer's files if it has one.
+
+    `dtype` is that of the params, `int8` whether the matrices among them are quantised.
 
     The config comes last and in one step, so a folder that has one is complete.
     """
     if tokenizer is not None:
         tokenizer.save(folder)
-    raw = {"format": FORMAT, "transformer": config_as_dict(config), "dtype": dtype, "eos_ids": list(eos_ids)}
+    about = {"dtype": dtype, "eos_ids": list(eos_ids), "int8": int8}
+    raw = {"format": FORMAT, "transformer": config_as_dict(config)} | about
     write_atomically(folder / "config.json", (json.dumps(raw, indent=2) + "\n").encode())
 
 
@@ -125,7 +131,12 @@ def read_model_files(folder: Path, dtype: Any = None) -> tuple[TransformerConfig
 
 
 def restore_params(
-    path: Path, config: TransformerConfig, dtype: Any, placement: Placement = None, item: str | None = None
+    path: Path,
+    config: TransformerConfig,
+    dtype: Any,
+    placement: Placement = None,
+    item: str | None = None,
+    int8: bool = False,
 ) -> PyTree:
     """A Transformer's params from an Orbax checkpoint of them, or from one `item` of it, each to its placement.
 
@@ -133,7 +144,8 @@ def restore_params(
       ValueError: the checkpoint cannot be read or holds another model; it names the path.
     """
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    abstract, treedef = by_path(abstract_transformer(config, dtype)[1])
+    params = abstract_transformer(config, dtype)[1]
+    abstract, treedef = by_path(jax.eval_shape(quantize_params, params) if int8 else params)
     wanted = {
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding_for(placement, name, x.shape) or here)
         for name, x in abstract.items()

@@ -97,7 +97,7 @@ class Tokenizer:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        self.backend.save(str(folder / "tokenizer.json"))
+        self.backend.save(str(folder / "tokenizer.json"), pretty=False)
         config = _read_json(folder / "tokenizer_config.json")
         config = {key: value for key, value in config.items() if key not in (*_NAMED_TOKENS, "chat_template")}
         config |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}

@@ -36,6 +36,13 @@ def is_workdir(folder: Path) -> bool:
     return (folder / CHECKPOINTS).is_dir() and not (folder / "params").exists()
 
 
+def workdir_around(path: Path) -> Path | None:
+    """The workdir of the run that a checkpoint, a part of one, or the folder of them is in; None if it is in none."""
+    here = path.absolute()
+    folders = [folder.parent for folder in (here, *here.parents[:2]) if folder.name == CHECKPOINTS]
+    return next((folder for folder in folders if (folder / "config.json").exists()), None)
+
+
 def load_workdir(workdir: Path, dtype: Any = None, placement: Placement = None) -> Model:
     """The model of a training run at its best checkpoint: lowest metric; without metrics, the newest.
 

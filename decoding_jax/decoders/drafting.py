@@ -2,12 +2,13 @@
 
 The draft model feeds the nodes of one level of the draft's shape and draws the next level from what it says of
 them. A chain is a shape whose levels have one node. All levels but the first are one scanned body, so a longer
-draft compiles no longer; a level that no row asks for is skipped.
+draft compiles no longer; a level that no row asks for is skipped. A `DynamicTree` is grown in `dynamic_drafting`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 
 import jax
@@ -16,11 +17,12 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import read_slots
+from decoding_jax.decoders.dynamic_drafting import Siblings, grow
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.masks import causal_mask, tree_mask
 from decoding_jax.rows import Context, Rows
 from decoding_jax.sampling import draw_siblings, process_logits
-from decoding_jax.trees import Tree
+from decoding_jax.trees import DynamicTree, Tree
 from decoding_jax.types import Array, Inputs, PyTree
 from decoding_jax.verify import RULES, Rejection, Rule
 
@@ -39,7 +41,7 @@ class ModelDraft(Prefix):
 
     num_draft: int = struct.field(pytree_node=False, default=5)
     acceptance: str = struct.field(pytree_node=False, default="coupled")
-    tree: Tree | None = struct.field(pytree_node=False, default=None)
+    tree: Tree | DynamicTree | None = struct.field(pytree_node=False, default=None)
     adaptive: bool = struct.field(pytree_node=False, default=False)
     draft_cost: float | Array = 0.1
     position_cost: float | Array = 0.02
@@ -50,9 +52,14 @@ class ModelDraft(Prefix):
             raise ValueError(f"num_draft={self.num_draft}: must be at least 1; Autoregressive drafts nothing")
         if self.acceptance not in RULES:
             raise ValueError(f"acceptance={self.acceptance!r}: must be one of {', '.join(RULES)}")
+        if isinstance(self.tree, DynamicTree) and isinstance(self.rule, Rejection):
+            raise ValueError(
+                "acceptance='rejection': a DynamicTree keeps tokens for their probability, which biases what rejection "
+                "relies on; use acceptance='coupled', or a Tree"
+            )
 
     @property
-    def shape(self) -> Tree:
+    def shape(self) -> Tree | DynamicTree:
         """The draft's shape: the tree, or a chain of `num_draft`."""
         return self.tree or Tree.of_branches((1,) * self.num_draft)
 
@@ -86,10 +93,11 @@ class ModelDraft(Prefix):
         cost = 1.0 + drafts * (self.draft_cost + self.position_cost)
         return (jnp.argmax(gained / cost[None], axis=1) + 1).astype(jnp.int32)
 
-    def learn(self, history: AcceptanceHistory, state: PrefixState, result: Accepted) -> AcceptanceHistory:
+    def learn(
+        self, history: AcceptanceHistory, state: PrefixState, draft: Draft, result: Accepted
+    ) -> AcceptanceHistory:
         """The history with the newest round; rows that took no part keep theirs."""
-        depths = jnp.asarray([len(path) for path in self.shape.paths])
-        drafted = jnp.where(state.record.verifiable, depths[None], 0).max(axis=1)
+        drafted = jnp.where(state.record.verifiable, draft.depths, 0).max(axis=1)
         # The first token that was not kept was tried; those behind it were not.
         tried = jnp.minimum(result.accepted + 1, drafted).astype(jnp.float32)
         kept = result.accepted.astype(jnp.float32)
@@ -98,7 +106,7 @@ class ModelDraft(Prefix):
 
     def draft(
         self, ctx: Context, rows: Rows, cache: PyTree, lengths: Array, committed: int
-    ) -> tuple[Draft, PyTree, Array]:
+    ) -> tuple[Draft, PyTree, Array, Array]:
         """Drafts behind each row's prefix.
 
         Args:
@@ -109,13 +117,11 @@ class ModelDraft(Prefix):
           committed: 1 or 2.
 
         Returns:
-          The draft, the cache, and how many calls of the draft model were made, i32[].
+          The draft; the cache; how many calls of the draft model were made, i32[]; and the place behind the root in
+          the cache of each proposal that was drafted on, i32[B or 1, W].
         """
-        shape, root = self.shape, rows.length - 1
-        capacity = rows.tokens.shape[1] + shape.size
-        width = max(map(len, shape.levels[1:]))
-        plan = _plan(shape, width)
-
+        root = rows.length - 1
+        capacity = rows.tokens.shape[1] + self.num_nodes
         # The first call feeds what the cache does not hold for certain; writing a slot again changes nothing.
         at = root[:, None] - jnp.arange(committed)[None, ::-1]
         inputs = Inputs(
@@ -125,8 +131,22 @@ class ModelDraft(Prefix):
             slots=jnp.where((at >= 0) & ~rows.done[:, None], at, capacity),
         )
         out = ctx.apply(inputs, cache)
+        first = out.hidden[:, -1:]
+        if isinstance(self.shape, DynamicTree):
+            draw = functools.partial(self.siblings, ctx, rows)
+            return grow(self.shape, ctx, rows, out.cache, first, lengths, draw)
+        draft, cache, calls = self._draft_levels(self.shape, ctx, rows, out.cache, first, lengths)
+        return draft, cache, calls, jnp.arange(1, self.shape.size + 1)[None]
+
+    def _draft_levels(
+        self, shape: Tree, ctx: Context, rows: Rows, cache: PyTree, hidden: Array, lengths: Array
+    ) -> tuple[Draft, PyTree, Array]:
+        """Drafts a tree of a fixed shape, from the root's features [B, 1, D] on."""
+        root, capacity = rows.length - 1, rows.tokens.shape[1] + shape.size
+        width = max(map(len, shape.levels[1:]))
+        plan = _plan(shape, width)
         first = jax.tree.map(lambda x: x[0], plan)
-        drafting = self._draw(ctx, rows, lengths, out.hidden[:, -1:], self._nothing_drawn(ctx, rows, width), first)
+        drafting = self._draw(shape, ctx, rows, lengths, hidden, self._nothing_drawn(shape, ctx, rows, width), first)
 
         def feed(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[_Drafting, PyTree]:
             drafting, cache = carry
@@ -139,14 +159,14 @@ class ModelDraft(Prefix):
                 slots=jnp.where(drafting.going & (node <= shape.size), root[:, None] + node, capacity),
             )
             out = ctx.apply(inputs, cache)
-            return self._draw(ctx, rows, lengths, out.hidden, drafting, level), out.cache
+            return self._draw(shape, ctx, rows, lengths, out.hidden, drafting, level), out.cache
 
         def next_level(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[tuple[_Drafting, PyTree], Array]:
             needed = ((lengths > level["depth"]) & carry[0].going.any(axis=1)).any()
             return jax.lax.cond(needed, feed, lambda carry, _: carry, carry, level), needed.astype(jnp.int32)
 
         rest = jax.tree.map(lambda x: x[1:], plan)
-        (drafting, cache), fed = jax.lax.scan(next_level, (drafting, out.cache), rest)
+        (drafting, cache), fed = jax.lax.scan(next_level, (drafting, cache), rest)
         draft = Draft(
             tokens=drafting.tokens[:, 1 : shape.size + 1],
             verifiable=drafting.verifiable[:, 1 : shape.size + 1],
@@ -157,35 +177,25 @@ class ModelDraft(Prefix):
         )
         return draft, cache, 1 + fed.sum()
 
-    @property
-    def _keeps_laws(self) -> bool:
-        return isinstance(self.rule, Rejection)
+    def siblings(self, ctx: Context, rows: Rows, hidden: Array, paths: Array, depth: Array) -> Siblings:
+        """Draws the children of the M nodes of one level.
 
-    def _nothing_drawn(self, ctx: Context, rows: Rows, width: int) -> _Drafting:
-        """The root alone; buffers have room for a slice of M columns behind the last node."""
-        batch, nodes, vocab_size = len(rows.length), self.shape.size + 1 + width, ctx.rules.bias.shape[0]
-        return _Drafting(
-            tokens=jnp.zeros((batch, nodes), jnp.int32),
-            verifiable=jnp.zeros((batch, nodes), bool),
-            laws=jnp.zeros((batch, nodes if self._keeps_laws else 0, vocab_size), jnp.float32),
-            level=jnp.broadcast_to(rows.last, (batch, width)),
-            going=jnp.ones((batch, width), bool),
-            paths=jnp.zeros((batch, width, self.shape.depth), jnp.int32),
-        )
-
-    def _draw(
-        self, ctx: Context, rows: Rows, lengths: Array, hidden: Array, drafting: _Drafting, level: PyTree
-    ) -> _Drafting:
-        """Draws the next level from features [B, M, D] of this one; of the root alone M is 1."""
-        batch, columns, depth = *hidden.shape[:2], level["depth"]
+        Args:
+          ctx: the call, with the draft model in the place of the model.
+          rows: the prefixes.
+          hidden: [B, M, D], the nodes' features.
+          paths: i32[B, M, K], the tokens on the way to each node.
+          depth: i32[], of the nodes.
+        """
+        batch, columns, deepest = *hidden.shape[:2], paths.shape[2]
         vocab_size = ctx.rules.bias.shape[0]
         logits = _fit(ctx.readout(hidden), vocab_size).reshape(batch * columns, vocab_size)
         each = ctx.repeat_rows(columns) if columns > 1 else ctx
         at = jnp.repeat(rows.length + depth, columns)
         # Penalties see the prefix and the tokens on the way to a node.
         tokens_before = jax.vmap(lambda row, path, end: jax.lax.dynamic_update_slice(row, path, (end,)))(
-            jnp.repeat(jnp.pad(rows.tokens, ((0, 0), (0, self.shape.depth))), columns, axis=0),
-            drafting.paths[:, :columns].reshape(batch * columns, self.shape.depth),
+            jnp.repeat(jnp.pad(rows.tokens, ((0, 0), (0, deepest))), columns, axis=0),
+            paths.reshape(batch * columns, deepest),
             jnp.repeat(rows.length, columns),
         )
         processed = process_logits(
@@ -195,22 +205,46 @@ class ModelDraft(Prefix):
             each.sampling, ctx.seed, each.row_ids, at, processed, self.shape.siblings, ctx.top_k
         )
         own = jnp.take_along_axis(logits, tokens, axis=1) - jax.nn.logsumexp(logits, axis=1, keepdims=True)
-
-        column = jnp.minimum(level["parent"], columns - 1)
         by_column = lambda x: x.reshape(batch, columns, -1)
-        of_children = lambda x: by_column(x)[:, column, level["rank"]]
-        drawn, sure = of_children(tokens), of_children(jnp.exp(own) >= self.min_confidence)
+        sure = jnp.exp(own) >= self.min_confidence
+        return Siblings(*map(by_column, (tokens, possible, sure, own, law)))
+
+    @property
+    def _keeps_laws(self) -> bool:
+        return isinstance(self.rule, Rejection)
+
+    def _nothing_drawn(self, shape: Tree, ctx: Context, rows: Rows, width: int) -> _Drafting:
+        """The root alone; buffers have room for a slice of M columns behind the last node."""
+        batch, nodes, vocab_size = len(rows.length), shape.size + 1 + width, ctx.rules.bias.shape[0]
+        return _Drafting(
+            tokens=jnp.zeros((batch, nodes), jnp.int32),
+            verifiable=jnp.zeros((batch, nodes), bool),
+            laws=jnp.zeros((batch, nodes if self._keeps_laws else 0, vocab_size), jnp.float32),
+            level=jnp.broadcast_to(rows.last, (batch, width)),
+            going=jnp.ones((batch, width), bool),
+            paths=jnp.zeros((batch, width, shape.depth), jnp.int32),
+        )
+
+    def _draw(
+        self, shape: Tree, ctx: Context, rows: Rows, lengths: Array, hidden: Array, drafting: _Drafting, level: PyTree
+    ) -> _Drafting:
+        """Draws the next level from features [B, M, D] of this one; of the root alone M is 1."""
+        columns, depth = hidden.shape[1], level["depth"]
+        found = self.siblings(ctx, rows, hidden, drafting.paths[:, :columns], depth)
+        column = jnp.minimum(level["parent"], columns - 1)
+        of_children = lambda x: x[:, column, level["rank"]]
+        drawn = of_children(found.tokens)
         wanted = (lengths > depth)[:, None] & ~rows.done[:, None] & level["is_child"][None]
-        counts = drafting.going[:, column] & wanted & of_children(possible)
+        counts = drafting.going[:, column] & wanted & of_children(found.possible)
         put = lambda buffer, x, at: jax.lax.dynamic_update_slice(buffer, x, (0, at, *[0] * (x.ndim - 2)))
         laws = drafting.laws
         return _Drafting(
             tokens=put(drafting.tokens, drawn, level["start"]),
             verifiable=put(drafting.verifiable, counts, level["start"]),
-            laws=put(laws, by_column(law), level["parents_start"]) if self._keeps_laws else laws,
+            laws=put(laws, found.law, level["parents_start"]) if self._keeps_laws else laws,
             level=drawn,
             # A draft is dropped for what stands before it, never for its own value: that would bias the law.
-            going=counts & sure,
+            going=counts & of_children(found.sure),
             paths=drafting.paths[:, column].at[:, :, depth].set(drawn),
         )
 

@@ -52,6 +52,14 @@ class Draft:
     siblings: int = struct.field(pytree_node=False, default=1)
     riders: int = struct.field(pytree_node=False, default=0)
 
+    @property
+    def depths(self) -> Array:
+        """i32[B or 1, W], how far each proposal is from the root."""
+        if self.parents is None:
+            return jnp.arange(1, self.tokens.shape[1] + 1)[None]
+        parents = jnp.atleast_2d(self.parents)
+        return ancestors(jnp.pad(parents, ((0, 0), (1, 0)))).sum(axis=2, dtype=jnp.int32)[:, 1:] - 1
+
 
 @struct.dataclass
 class Accepted:

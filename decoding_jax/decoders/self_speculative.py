@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 from flax import struct
 
 from decoding_jax.decoders.drafting import AcceptanceHistory, ModelDraft, counted
 from decoding_jax.decoders.prefix import Accepted, Draft, PrefixState
 from decoding_jax.rows import Context
-from decoding_jax.types import ModelSpec
+from decoding_jax.types import ModelSpec, PyTree
 
 
 @struct.dataclass
@@ -44,9 +45,14 @@ class SelfSpeculative(ModelDraft):
         return self.exit_layer is None and not self.skip_layers
 
     def check(self, ctx: Context) -> None:
-        """ValueError where the target has no such layers."""
+        """ValueError where the target has no such layers, or the coarser copy is of another model."""
         if not self.takes_drafter:
             self._part(ctx.model)
+        elif ctx.drafter is not None and _cache_shapes(ctx.drafter) != _cache_shapes(ctx.model):
+            raise ValueError(
+                "drafter: its cache is not the target's, in which SelfSpeculative drafts; give a coarser copy of the "
+                "target, or choose Speculative (in configs speculative)"
+            )
 
     def begin(self, ctx: Context) -> AcceptanceHistory:
         """No history yet."""
@@ -55,12 +61,16 @@ class SelfSpeculative(ModelDraft):
     def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
         """What the target's part draws."""
         part = ctx.of_drafter if self.takes_drafter else dataclasses.replace(ctx, model=self._part(ctx.model))
-        draft, cache, calls = self.draft(part, state.rows, state.cache, self.lengths(state.carry), committed=1)
+        draft, cache, calls, _ = self.draft(part, state.rows, state.cache, self.lengths(state.carry), committed=1)
         return draft, dataclasses.replace(counted(state, calls), cache=cache)
 
     def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> AcceptanceHistory:
         """Remembers how much was kept."""
-        return self.learn(state.carry, state, result)
+        return self.learn(state.carry, state, draft, result)
 
     def _part(self, model: ModelSpec) -> ModelSpec:
         return model.view(exit=self.exit_layer, skip=self.skip_layers)
+
+
+def _cache_shapes(model: ModelSpec) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: model.init_cache(1, 1)))

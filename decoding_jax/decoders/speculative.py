@@ -12,14 +12,15 @@ from decoding_jax.cache import compact_path
 from decoding_jax.decoders.drafting import AcceptanceHistory, ModelDraft, counted
 from decoding_jax.decoders.prefix import Accepted, Draft, PrefixState
 from decoding_jax.rows import Context, prefill
-from decoding_jax.types import Cache
+from decoding_jax.types import Array, Cache
 
 
 @struct.dataclass
 class _Carry:
-    """The drafter's cache, and the rows' history."""
+    """The drafter's cache, the place in it of each proposal of the newest draft, and the rows' history."""
 
     cache: Cache
+    places: Array
     history: AcceptanceHistory
 
 
@@ -34,7 +35,8 @@ class Speculative(ModelDraft):
       num_draft: K, tokens drafted in a round, or with `adaptive` the most.
       acceptance: "coupled" gives plain decoding's tokens for the same seed; "rejection" its law, and keeps more
         drafts where the sampling is hot; "typical" keeps still more and is not lossless.
-      tree: drafts several siblings at each place instead of a chain of `num_draft`: a `Tree`.
+      tree: drafts several siblings at each place instead of a chain of `num_draft`: a `Tree`, or a `DynamicTree`,
+        whose shape follows the drafter's probabilities.
       adaptive: each row drafts as deep as pays by its own history of acceptance.
       draft_cost: with `adaptive`, a call of the drafter, in calls of the target on one position.
       position_cost: with `adaptive`, what each further position adds to a call of the target, in such calls;
@@ -48,22 +50,27 @@ class Speculative(ModelDraft):
     def begin(self, ctx: Context) -> Any:
         """Prefills the drafter."""
         capacity = ctx.prompts.shape[1] + self.num_nodes
-        return _Carry(prefill(ctx.of_drafter, capacity), self.no_history(ctx))
+        nowhere = jnp.zeros((len(ctx.prompt_lengths), self.num_nodes), jnp.int32)
+        return _Carry(prefill(ctx.of_drafter, capacity), nowhere, self.no_history(ctx))
 
     def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
         """What the drafter draws."""
         carry: _Carry = state.carry
         lengths = self.lengths(carry.history)
-        draft, cache, calls = self.draft(ctx.of_drafter, state.rows, carry.cache, lengths, committed=2)
-        return draft, dataclasses.replace(counted(state, calls), carry=dataclasses.replace(carry, cache=cache))
+        draft, cache, calls, places = self.draft(ctx.of_drafter, state.rows, carry.cache, lengths, committed=2)
+        carry = _Carry(cache, jnp.broadcast_to(places, carry.places.shape), carry.history)
+        return draft, dataclasses.replace(counted(state, calls), carry=carry)
 
     def observe(self, ctx: Context, state: PrefixState, draft: Draft, result: Accepted) -> Any:
         """Moves the accepted path in the drafter's cache, and remembers how much was kept."""
         carry: _Carry = state.carry
         cache = carry.cache
         if self.tree is not None:
-            size = draft.tokens.shape[1] + 1
             root = state.rows.length - result.emitted - 1
             capacity = state.rows.tokens.shape[1] + self.num_nodes
-            cache = compact_path(cache, root, jnp.where(result.path < size, root[:, None] + result.path, capacity))
-        return dataclasses.replace(carry, cache=cache, history=self.learn(carry.history, state, result))
+            accepted = result.path <= self.num_nodes
+            place = jnp.take_along_axis(carry.places, jnp.where(accepted, result.path - 1, 0), axis=1)
+            # The last accepted proposal may not have been fed; the next round feeds it.
+            fed = accepted & (place <= self.num_nodes)
+            cache = compact_path(cache, root, jnp.where(fed, root[:, None] + place, capacity))
+        return dataclasses.replace(carry, cache=cache, history=self.learn(carry.history, state, draft, result))

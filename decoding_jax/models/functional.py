@@ -18,9 +18,14 @@ from decoding_jax.models.transformer import Transformer, TransformerConfig, View
 from decoding_jax.types import Array, Cache, Features, Inputs, Model, ModelSpec, PyTree
 
 
+def float_dtype(params: PyTree) -> Any:
+    """What a model computes in: the dtype of its params, those in int8 left out."""
+    return next(x.dtype for x in jax.tree.leaves(params) if jnp.issubdtype(x.dtype, jnp.floating))
+
+
 def full_precision(params: PyTree) -> contextlib.AbstractContextManager[Any]:
     """Float32 params are multiplied in float32: by default a GPU may use TF32 and a TPU bfloat16."""
-    exact = jax.tree.leaves(params)[0].dtype == jnp.float32
+    exact = float_dtype(params) == jnp.float32
     return jax.default_matmul_precision("highest") if exact else contextlib.nullcontext()
 
 
@@ -101,7 +106,7 @@ def transformer_spec(config: TransformerConfig, dtype: Any = jnp.float32, view: 
 
 def transformer_model(config: TransformerConfig, params: PyTree, **fields: Any) -> Model:
     """A Model over existing Transformer params (as `nnx.split` gives them); `fields` are Model's."""
-    spec = transformer_spec(config, jax.tree.leaves(params)[0].dtype)
+    spec = transformer_spec(config, float_dtype(params))
     return Model(
         apply=spec.apply,
         params=params,

@@ -40,6 +40,10 @@ class Plan(Protocol):
         """The batch of any index from 0 on; see `make_plan` for what it holds."""
         ...
 
+    def examples_of(self, index: int) -> np.ndarray:
+        """The places in the split of all examples that a batch holds something of, ascending, i64[n]."""
+        ...
+
 
 def make_plan(examples: Examples, settings: Mapping[str, Any], seed: int, shuffle: bool, rows_multiple: int) -> Plan:
     """The plan of a config's `data` part.
@@ -106,9 +110,17 @@ class Windows:
         self._starts = functools.lru_cache(maxsize=2)(self._draw_starts)
 
     def batch(self, index: int) -> Batch:
+        return _with_padding_rows(self._fill(self._starts_of(index)), self._rows)
+
+    def examples_of(self, index: int) -> np.ndarray:
+        starts = self._starts_of(index)
+        ends = np.minimum(starts + self._length, self._predicted)  # the last token that is predicted
+        first, last = (np.searchsorted(self._text.offsets, at, side="right") - 1 for at in (starts, ends))
+        return self._places[np.unique(_ranges(first, last - first + 1))]
+
+    def _starts_of(self, index: int) -> np.ndarray:
         epoch, at = divmod(index, self.batches_per_epoch)
-        starts = self._starts(epoch)[_share(self._windows, self.batches_per_epoch, at)]
-        return _with_padding_rows(self._fill(starts), self._rows)
+        return self._starts(epoch)[_share(self._windows, self.batches_per_epoch, at)]
 
     def _fill(self, starts: np.ndarray) -> Batch:
         column = np.arange(self._length)
@@ -174,19 +186,26 @@ class Packed:
         self._order = functools.lru_cache(maxsize=2)(functools.partial(self._draw_order, rows))
 
     def batch(self, index: int) -> Batch:
+        return _with_padding_rows(self._fill(*self._documents_of(index)), self._rows)
+
+    def examples_of(self, index: int) -> np.ndarray:
+        return np.sort(self._places[self._documents_of(index)[0]])
+
+    def _documents_of(self, index: int) -> tuple[np.ndarray, np.ndarray]:
+        """The documents of a batch, row by row, and how many each row has."""
         epoch, at = divmod(index, self.batches_per_epoch)
         order = self._order(epoch)
-        return _with_padding_rows(self._fill(order[_share(len(order), self.batches_per_epoch, at)]), self._rows)
-
-    def _fill(self, rows: np.ndarray) -> Batch:
+        rows = order[_share(len(order), self.batches_per_epoch, at)]
         counts = self._first[rows + 1] - self._first[rows]
-        documents = self._documents[_ranges(self._first[rows], counts)]
+        return self._documents[_ranges(self._first[rows], counts)], counts
+
+    def _fill(self, documents: np.ndarray, counts: np.ndarray) -> Batch:
         lengths = self._text.lengths[documents]
         # How many tokens stand before each document, in all and in its row.
         before = np.cumsum(lengths) - lengths
         first_of_row = np.cumsum(counts) - counts
         column = before - np.repeat(before[first_of_row], counts)
-        row = np.repeat(np.arange(len(rows)), counts)
+        row = np.repeat(np.arange(len(counts)), counts)
 
         to = _ranges(row * self._length + column, lengths)
         source = _ranges(self._text.offsets[documents], lengths)
@@ -203,9 +222,9 @@ class Packed:
         }
         batch = {}
         for name, value in values.items():
-            flat = np.zeros(len(rows) * self._length, np.float32 if name == "weights" else np.int32)
+            flat = np.zeros(len(counts) * self._length, np.float32 if name == "weights" else np.int32)
             flat[to] = value
-            batch[name] = flat.reshape(len(rows), self._length)
+            batch[name] = flat.reshape(len(counts), self._length)
         return batch | {"examples": self._places[documents[first_of_row]]}
 
     def _draw_order(self, rows: int, epoch: int) -> np.ndarray:
@@ -247,11 +266,7 @@ class Bucketed:
         self._epoch = functools.lru_cache(maxsize=2)(self._draw_epoch)
 
     def batch(self, index: int) -> Batch:
-        epoch, at = divmod(index, self.batches_per_epoch)
-        order, members = self._epoch(epoch)
-        k, n = self._batches[order[at]]
-        pairs = members[k][_share(len(members[k]), self._count[k], n)]
-        rows, source_width, width = self.shapes[k]
+        pairs, (rows, source_width, width) = self._pairs_of(index)
         targets, real = _padded(self._target, pairs, width)
         tokens = np.roll(targets, 1, axis=1)
         tokens[:, 0] = self._start_id
@@ -267,6 +282,16 @@ class Bucketed:
         batch["source"][len(pairs) :, 0] = self._eos_id
         batch["source_lengths"][len(pairs) :] = 1
         return batch
+
+    def examples_of(self, index: int) -> np.ndarray:
+        return np.sort(self._places[self._pairs_of(index)[0]])
+
+    def _pairs_of(self, index: int) -> tuple[np.ndarray, tuple[int, int, int]]:
+        """The pairs of a batch, and its (rows, M, T)."""
+        epoch, at = divmod(index, self.batches_per_epoch)
+        order, members = self._epoch(epoch)
+        k, n = self._batches[order[at]]
+        return members[k][_share(len(members[k]), self._count[k], n)], self.shapes[k]
 
     def _draw_epoch(self, epoch: int) -> tuple[np.ndarray, list[np.ndarray]]:
         if not self._shuffle:

@@ -91,16 +91,16 @@ def tokenise(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[s
     """The token ids of a split, from the cache where they have been made before.
 
     Each text becomes its ids and <eos>, never with <bos>; special tokens that are written out in a text are
-    text. For "windows" the split is one stream: its documents one behind the other, each with an <eos> where there
-    are several, of any length.
+    text, or with `markup` the tokens themselves. For "windows" the split is one stream: its documents one behind the
+    other, each with an <eos> where there are several, of any length.
 
     Args:
       texts: the data set.
       split: the name of the split.
       tokenizer: from `make_tokenizer`.
-      settings: the `data` part of a config; `batching`, `length` and `overlong` are read. An example of which a
-        side is longer than `length` tokens, <eos> included, is left out ("drop") or shortened to `length` with its
-        <eos> kept ("cut").
+      settings: the `data` part of a config; `batching`, `length`, `overlong` and `markup` are read. An example of
+        which a side is longer than `length` tokens, <eos> included, is left out ("drop") or shortened to `length` with
+        its <eos> kept ("cut").
       cache: the folder in which a folder of this split's arrays is made.
 
     Raises:
@@ -119,6 +119,7 @@ def tokenise(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[s
         "texts": [texts.digest, split, *texts.fields],
         "tokenizer": [hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest(), eos_id],
         "stream": stream,
+        "markup": settings["markup"],
         "limit": None if stream else [settings["length"], settings["overlong"]],
     }
     digest = hashlib.sha256(json.dumps(form).encode()).hexdigest()
@@ -168,7 +169,7 @@ def _write(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[str
         files = [stack.enter_context((folder / f"{field}.npy").open("wb+")) for field in texts.fields]
         for file in files:
             _write_header(file, 0)
-        for place, text, sides in _encoded(texts, split, tokenizer):
+        for place, text, sides in _encoded(texts, split, tokenizer, settings["markup"]):
             kept = _fit(sides, limit, settings["overlong"], counts)
             if kept is None:
                 continue
@@ -210,10 +211,12 @@ def _fit(sides: list[np.ndarray], limit: int | None, overlong: str, counts: dict
     return [ids[:limit] for ids in sides]
 
 
-def _encoded(texts: Texts, split: str, tokenizer: Tokenizer) -> Iterator[tuple[int, str, list[np.ndarray]]]:
+def _encoded(
+    texts: Texts, split: str, tokenizer: Tokenizer, markup: bool
+) -> Iterator[tuple[int, str, list[np.ndarray]]]:
     """For each example its place, the text of its last field, and the ids i32[...] of every field."""
     backend = tokenizers.Tokenizer.from_str(tokenizer.backend.to_str())
-    backend.encode_special_tokens = True  # an "<eos>" that is written in a text is text
+    backend.encode_special_tokens = not markup  # an "<eos>" that is written in a text is text
     source = texts.splits[split]
     place = 0
     # Short work shows no bar.

@@ -112,7 +112,7 @@ def open_texts(settings: Mapping[str, Any]) -> Texts:
         builder = _find_prepared(root, name)
     parts = _parts(builder, files)
     features = _features(builder, settings["fields"])
-    splits = {split: _open_split(builder, part, features, lowercase) for split, part in parts.items()}
+    splits = {split: _open_split(builder, split, part, features, lowercase) for split, part in parts.items()}
     if settings["distilled"]:
         splits["train"] = _distilled(root, settings["distilled"], features, lowercase)
     fields = tuple(features)
@@ -168,7 +168,9 @@ def _features(builder: tfds.core.DatasetBuilder, fields: Sequence[str]) -> dict[
     return dict(zip(("text",) if len(chosen) == 1 else ("source", "target"), chosen, strict=True))
 
 
-def _open_split(builder: tfds.core.DatasetBuilder, part: str, features: Mapping[str, str], lowercase: bool) -> Split:
+def _open_split(
+    builder: tfds.core.DatasetBuilder, name: str, part: str, features: Mapping[str, str], lowercase: bool
+) -> Split:
     try:
         split = builder.info.splits[part]
         if not split.num_examples:
@@ -177,13 +179,17 @@ def _open_split(builder: tfds.core.DatasetBuilder, part: str, features: Mapping[
             rows = builder.as_data_source(part)
     except (KeyError, ValueError, NotImplementedError) as error:
         raise ValueError(
-            f"split {part!r} of {builder.name} in {builder.data_dir} cannot be used: {str(error).splitlines()[0]}; set "
-            f"data.files to parts of {', '.join(builder.info.splits)}, prepared with file_format='array_record'"
+            f"data.files.{name}={part!r} of {builder.name} in {builder.data_dir} cannot be used: {_reason(error)}; "
+            f"name a part of {', '.join(builder.info.splits)}, prepared with file_format='array_record'"
         ) from None
     content: list[Any] = [builder.info.full_name]  # of our own ones that says all: preparing twice makes other bytes
     if builder.name not in OWN:
         content = [(sha256_of_file(Path(shard.filename)), shard.skip, shard.take) for shard in split.file_instructions]
     return Split(rows, features, lowercase, _digest([content, part, dict(features), lowercase]))
+
+
+def _reason(error: Exception) -> str:
+    return str(error.args[0] if error.args else error).splitlines()[0].rstrip(".")
 
 
 def _distilled(root: Path, folder: str, features: Mapping[str, str], lowercase: bool) -> Split:
@@ -193,7 +199,7 @@ def _distilled(root: Path, folder: str, features: Mapping[str, str], lowercase: 
     if not file.is_file():
         raise ValueError(f"data.distilled={folder!r}: there is no {DISTILLED}; name a folder that train.distill filled")
     builder = prepare_files(root, "parallel_text", {"train": [str(file)]})
-    return _open_split(builder, "train", {field: field for field in features}, lowercase)
+    return _open_split(builder, "train", "train", {field: field for field in features}, lowercase)
 
 
 def _digest(facts: Any) -> str:

@@ -55,6 +55,14 @@ def start_id_of(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_ids[0] if tokenizer.bos_id is None else tokenizer.bos_id
 
 
+def unknown_characters(tokenizer: Tokenizer, text: str) -> str:
+    """The characters of a text that the vocabulary has no token for, each once, in order."""
+    unknown = tokenizer.backend.token_to_id(tokenizer.named_tokens.get("unk_token", ""))
+    if unknown is None:
+        return ""
+    return "".join(c for c in sorted(set(text)) if unknown in tokenizer.encode(c, add_special_tokens=False))
+
+
 def _training_texts(texts: Texts) -> Iterator[str]:
     if "train" not in texts.splits:
         raise ValueError(

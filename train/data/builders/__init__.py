@@ -79,7 +79,7 @@ def prepare_files(root: Path, name: str, files: Mapping[str, Any]) -> tfds.core.
                 check_files(names)
             digests[split] = [_describe(file, has_parts=name == "plain_text") for file in names]
         except ValueError as error:
-            raise ValueError(f'data.files["{split}"]={",".join(names)!r}: {error}') from None
+            raise ValueError(f"data.files.{split}={','.join(names)!r}: {error}") from None
     digest = hashlib.sha256(json.dumps(digests, sort_keys=True).encode()).hexdigest()
     return _prepare(root, name, FilesConfig(name=digest[:16], splits=splits))
 
@@ -100,7 +100,10 @@ def _describe(file: str, has_parts: bool) -> list[str]:
 def _prepare(root: Path, name: str, config: tfds.core.BuilderConfig) -> tfds.core.DatasetBuilder:
     def build(scratch: Path) -> None:
         builder = OWN[name](data_dir=scratch / "work", config=config)
-        builder.download_and_prepare(file_format="array_record")
+        try:
+            builder.download_and_prepare(file_format="array_record")
+        except RuntimeError as error:  # of array_record where the disk is full
+            raise OSError(str(error).splitlines()[0]) from error
         for file in Path(builder.data_dir).iterdir():
             file.rename(scratch / file.name)
         shutil.rmtree(scratch / "work")

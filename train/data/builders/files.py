@@ -67,7 +67,7 @@ class FilesBuilder(tfds.core.GeneratorBasedBuilder):
             for number, row in enumerate(self.rows(files)):
                 yield number, dict(zip(self.FIELDS, row, strict=True))
         except ValueError as error:
-            raise ValueError(f'data.files["{split}"]: {error}') from None
+            raise ValueError(f"data.files.{split}: {error}") from None
 
 
 class Faults:
