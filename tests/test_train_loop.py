@@ -24,12 +24,12 @@ from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.models.transformer import TransformerConfig
 from train.data.texts import open_texts
-from train.data.tokenizers import make_tokenizer
+from train.data.tokenizers import digest_of_tokenizer, make_tokenizer
 from train.loop import Trainer
 from train.objectives import Teacher
 from train.setup import base_model, make_objective, open_data
 from train.signals import Stopped, StopSignals
-from train.workdir import check_origins, check_workdir, claim_workdir, digest_of_tokenizer, find_origins, saved
+from train.workdir import check_origins, check_workdir, claim_workdir, find_origins, saved
 
 __all__ = ["home"]  # a fixture
 
@@ -87,6 +87,19 @@ def test_a_run_leaves_logs_scores_a_picture_and_a_model(whole: Path) -> None:
     assert [(sample["step"], sample["prompt"]) for sample in samples] == [(12, "the "), (24, "the ")]
     assert len(decoded(dj.load(whole))) > 0
     assert sorted(path.name for path in (whole / "checkpoints").iterdir()) == ["20", "24"]
+
+
+def test_the_best_loss_is_that_of_the_best_checkpoint(home: Path, tmp_path: Path) -> None:
+    """A lower one between two checkpoints is that of params that are gone."""
+    changes = {"total_steps": 4, "checkpoint.every": 2, "evaluation.every": 1, "evaluation.prompts": ()}
+    trainer = Trainer(text_config(home, changes), tmp_path / "run")
+    losses = {1: 1.0, 2: 3.0, 3: 0.5, 4: 4.0}
+    sums = lambda *_: {"nats_per_token": (losses[int(trainer.state.step)], 1.0), "accuracy": (0.0, 1.0)}
+    trainer.evaluate_batch = sums
+    results = trainer.run()
+    assert logged(tmp_path / "run", "validation_loss") == losses
+    found = [results[name] for name in ("best_step", "best_validation_loss", "last_validation_loss")]
+    assert found == [2, 3.0, 4.0]
 
 
 def test_validation_predicts_every_token_once(home: Path, whole: Path) -> None:

@@ -194,6 +194,20 @@ def test_a_slip_in_the_flags_is_one_line_with_the_remedy(
     assert ended.value.code == 2 and message in said and said.count("\n") == 1
 
 
+def test_a_config_that_follows_from_another_flag_is_not_missed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Distilling without a teacher asks for the teacher, not for the config that comes with it."""
+    argv, own = ["train/distill.py"], flags.FlagValues()
+    config_flags.DEFINE_config_file("config", None, "", own, sys_argv=argv)
+    flags.DEFINE_string("teacher", None, "", required=True, flag_values=own)
+    monkeypatch.setattr(flags, "FLAGS", own)
+    with pytest.raises(SystemExit):
+        parse_flags(argv)
+    said = capsys.readouterr().err
+    assert "--teacher must have a value" in said and "--config" not in said
+
+
 # --- With data
 
 

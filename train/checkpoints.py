@@ -96,8 +96,8 @@ class Checkpoints:
         )
         for checkpoint in self._checkpointer.checkpoints:
             try:
-                self._metrics[checkpoint.step] = read_about(self._folder / str(checkpoint.step))["metric"]
-            except ValueError as error:
+                self._metrics[checkpoint.step] = self._about(checkpoint.step)["metric"]
+            except _Unreadable as error:
                 self._broken[checkpoint.step] = str(error)
 
     def __enter__(self) -> Checkpoints:
@@ -211,6 +211,10 @@ class Checkpoints:
         finally:
             self._checkpointer.close()
 
+    def _about(self, step: int) -> dict[str, Any]:
+        """What a checkpoint says about itself."""
+        return _together(lambda: read_about(self._folder / str(step)))
+
     def _read(self, step: int, wanted: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], dict[str, Any]]:
         """What a checkpoint says about itself, and its arrays by item and path."""
         folder = self._folder / str(step)
@@ -227,7 +231,7 @@ class Checkpoints:
 
         # One after another: reading has barriers, which a process that has failed alone would never reach.
         _together(check)
-        about = _together(lambda: read_about(folder))
+        about = self._about(step)
         problems = [line for item in wanted for line in differences(item, about["arrays"][item], wanted[item])]
         if problems:
             raise ValueError(

@@ -105,13 +105,13 @@ class Trainer:
             if not learnt and (workdir / CONFIG).exists():
                 say(f"there is no checkpoint in {workdir}; starting at step 0")
             claim_workdir(workdir, config)
-            if kept is None:
-                write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
         self.checkpoints = Checkpoints(workdir, config.checkpoint.keep_last, config.checkpoint.keep_best)
         stack.callback(self.checkpoints.close)
         self.feed = Feed(self.data.plans["train"], *self.layout.share, config.data.prefetch)
         stack.callback(self.feed.close)
         self.first_step, self.state = self._restore_or_start(base)
+        if kept is None and jax.process_index() == 0:  # only now: had the texts changed, it would be another tokenizer
+            write_model_files(shape, self.tokenizer, self.tokenizer.eos_ids, workdir)
         self.train_step = make_step(self.layout, config)
         self.evaluate_batch = make_evaluation(self.layout, config)
         self.rate = learning_rate(config.optimizer, config.total_steps)
@@ -123,24 +123,13 @@ class Trainer:
 
     def _restore_or_start(self, base: Model | None) -> tuple[int, TrainState]:
         abstract = self.layout.abstract_state
-        found = self.checkpoints.restore(self.layout.as_tree(abstract.decoding), _rest(abstract))
+        found = self.checkpoints.restore(self.layout.as_tree(abstract.decoding), abstract.rest)
         if found is not None:
             check_origins(self.origins, found.extra, found.step, self.workdir)
             done = found.step == self.config.total_steps
             say(f"all {found.step} steps are done" if done else f"going on from step {found.step} in {self.workdir}")
             self.feed.set_state(found.extra["feed"])
-            params, _ = by_path(found.model)
-            rest = found.state
-            split = lambda frozen: {p: x for p, x in params.items() if self.layout.is_frozen(p) == frozen}
-            averaged = abstract.ema is not None
-            state = TrainState(
-                step=rest["step"],
-                params=rest["params"] if averaged else split(False),
-                frozen=split(True),
-                optimizer=rest["optimizer"],
-                ema=split(False) if averaged else None,
-            )
-            return found.step, state
+            return found.step, self.layout.rejoin(by_path(found.model)[0], found.state)
         if base is not None:
             return 0, self.layout.adopt(by_path(base.params)[0])
         return 0, self.layout.initialise(self.config.seed)
@@ -149,7 +138,7 @@ class Trainer:
         """Starts to save the state after a step; the step after it may begin at once."""
         metric = self.validated[1] if self.validated is not None and self.validated[0] == step else None
         extra = {"feed": self.feed.get_state()} | {key: origin.digest for key, origin in self.origins.items()}
-        self.checkpoints.save(step, self.layout.as_tree(self.state.decoding), _rest(self.state), extra, metric)
+        self.checkpoints.save(step, self.layout.as_tree(self.state.decoding), self.state.rest, extra, metric)
 
     def model(self) -> Model:
         """The model as it is now, for decoding; its params stay where they are, or come here from other processes."""
@@ -297,8 +286,13 @@ class Trainer:
 
     def _owes_validation(self) -> bool:
         """Whether the run was stopped before that of its newest step."""
-        validated = {line["step"] for line in read_scalars(self.workdir) if "validation_loss" in line}
-        return self.first_step > 0 and self._validates(self.first_step) and self.first_step not in validated
+        step = self.first_step
+        return step > 0 and self._validates(step) and step not in self._validation_losses()
+
+    def _validation_losses(self) -> dict[float, float]:
+        """All that are logged, by step."""
+        lines = read_scalars(self.workdir)
+        return {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
 
     def _evaluate(self, step: int, validates: bool, decodes: bool, signals: StopSignals) -> bool:
         """What is due of evaluations; whether a signal has cut them short."""
@@ -342,38 +336,41 @@ class Trainer:
 
     def _results(self) -> dict[str, float]:
         """The scores and samples of the best checkpoint, written to results.json, and the plot of the losses."""
-        step, best, samples = self.config.total_steps, self.checkpoints.best_step(), []
+        step, best = self.config.total_steps, self.checkpoints.best_step()
         if jax.process_index() == 0:
             plot_losses(self.workdir)
-        losses = [line["validation_loss"] for line in read_scalars(self.workdir) if "validation_loss" in line]
         results: dict[str, float] = {"step": step, "best_step": best}
-        if losses:
-            results |= {"last_validation_loss": losses[-1], "best_validation_loss": min(losses)}
+        # Not the lowest of all: steps between two checkpoints are validated too, and their params are gone.
+        losses = self._validation_losses()
+        named = {"last_validation_loss": step, "best_validation_loss": best}
+        results |= {name: losses[at] for name, at in named.items() if at in losses}
+        samples: list[dict[str, Any]] = []
         if jax.process_count() == 1:  # of several, one machine decodes later, by the model that it loads from here
-            del self.state  # before the model takes its place
-            mesh = self.layout.mesh
-            model = dj.load(self.workdir, placement=place(mesh, TRAINING_RULES) if mesh.size > 1 else None)
-            begun = time.monotonic()
-            if "source" in self.data.texts.fields:
-                for split in ("validation", "test"):
-                    if split in self.data.texts.splits:
-                        say(f"decoding the {split} split, {len(self.data.texts.splits[split]):,} pairs")
-                        values, some = self.decode_split(model, split, None)
-                        results |= values
-                        samples += some
-            else:
-                samples = self.continue_prompts(step, model)
-            results["decoding_seconds"] = time.monotonic() - begun
+            scores, samples = self._decode_best()
+            results |= scores
         if jax.process_index() == 0:
             text = json.dumps(results | {"samples": samples}, indent=2, ensure_ascii=False)
             write_atomically(self.workdir / RESULTS, f"{text}\n".encode())
         return results
 
-
-def _rest(state: TrainState) -> dict[str, Any]:
-    """What a checkpoint holds beside the params that decode."""
-    rest = {"step": state.step, "optimizer": state.optimizer}
-    return rest if state.ema is None else rest | {"params": state.params}
+    def _decode_best(self) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """What the best checkpoint makes of the validation and the test split, or of the prompts: scores, samples."""
+        del self.state  # before the model takes its place
+        mesh = self.layout.mesh
+        model = dj.load(self.workdir, placement=place(mesh, TRAINING_RULES) if mesh.size > 1 else None)
+        scores: dict[str, float] = {}
+        samples: list[dict[str, Any]] = []
+        begun = time.monotonic()
+        if "source" in self.data.texts.fields:
+            for split in ("validation", "test"):
+                if split in self.data.texts.splits:
+                    say(f"decoding the {split} split, {len(self.data.texts.splits[split]):,} pairs")
+                    values, some = self.decode_split(model, split, None)
+                    scores |= values
+                    samples += some
+        else:
+            samples = self.continue_prompts(self.config.total_steps, model)
+        return scores | {"decoding_seconds": time.monotonic() - begun}, samples
 
 
 def _diverged(what: str) -> RuntimeError:

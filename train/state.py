@@ -55,6 +55,12 @@ class TrainState:
         """The params that decode: the averaged ones where there are any."""
         return (self.params if self.ema is None else self.ema) | self.frozen
 
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What training needs beside `decoding`."""
+        rest = {"step": self.step, "optimizer": self.optimizer}
+        return rest if self.ema is None else rest | {"params": self.params}
+
 
 def make_mesh(settings: ConfigDict) -> Mesh:
     """The mesh (data, fsdp, tensor) over all devices of all processes.
@@ -161,14 +167,25 @@ class Layout:
 
     def create(self, params: Params) -> TrainState:
         """The state before the first step."""
-        trained = {path: x for path, x in params.items() if not self.is_frozen(path)}
+        trained, frozen = self._split(params)
         return TrainState(
             step=jnp.int32(0),
             params=trained,
-            frozen={path: x for path, x in params.items() if self.is_frozen(path)},
+            frozen=frozen,
             optimizer=self.optimizer.init(trained),
             ema=jax.tree.map(jnp.copy, trained) if self.with_ema else None,
         )
+
+    def rejoin(self, decoding: Params, rest: Mapping[str, Any]) -> TrainState:
+        """The state that has these two halves."""
+        trained, frozen = self._split(decoding)
+        params, ema = (rest["params"], trained) if self.with_ema else (trained, None)
+        return TrainState(step=rest["step"], params=params, frozen=frozen, optimizer=rest["optimizer"], ema=ema)
+
+    def _split(self, params: Params) -> tuple[Params, Params]:
+        """Params that are trained, and those that are not."""
+        trained = {path: x for path, x in params.items() if not self.is_frozen(path)}
+        return trained, {path: x for path, x in params.items() if path not in trained}
 
     @functools.cached_property
     def shardings(self) -> TrainState:

@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 
 from train.config import default_config
 from train.jobs import every_setting
-from train.workdir import CONFIG
+from train.workdir import CONFIG, flattened
 
 # What says which texts there are. The model has its own tokenizer, and its targets do not come from a teacher here.
 _TEXTS = ("name", "language_pair", "files", "fields", "lowercase", "length")
@@ -66,10 +66,10 @@ def differing_texts(config: ConfigDict, workdir: str) -> list[str]:
       ValueError: the config has no data.
     """
     with every_setting():
-        given = _flat(config.data)
+        given = _texts(config.data)
     if not (Path(workdir).expanduser() / CONFIG).exists():
         return []
-    trained = _flat(get_config(workdir).data)
+    trained = _texts(get_config(workdir).data)
     names = sorted(trained.keys() | given.keys())
     # An empty setting is the same as none.
     names = [name for name in names if (trained.get(name) or None) != (given.get(name) or None)]
@@ -92,10 +92,7 @@ def _with_tuples(value: Any) -> Any:
     return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
 
 
-def _flat(data: ConfigDict) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in data.to_dict().items():
-        if name in _TEXTS:
-            parts = {f"{name}.{key}": each for key, each in value.items()} if isinstance(value, dict) else {name: value}
-            flat |= {key: _with_tuples(each) for key, each in parts.items()}
-    return flat
+def _texts(data: ConfigDict) -> dict[str, Any]:
+    """The settings that say which texts there are, by name within `data`."""
+    settings = flattened(_with_tuples(data.to_dict()))
+    return {name: value for name, value in settings.items() if name.partition(".")[0] in _TEXTS}

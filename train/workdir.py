@@ -17,12 +17,11 @@ from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
 from decoding_jax.batch_job import lock_folder
-from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.checkpoints.orbax import by_path, is_complete
 from decoding_jax.checkpoints.workdir import CHECKPOINTS, finished_steps, form_of
 from decoding_jax.types import PyTree
-from train.data.tokenizers import make_tokenizer
+from train.data.tokenizers import digest_of_tokenizer, make_tokenizer
 from train.objectives import Teacher
 from train.setup import Data
 
@@ -80,12 +79,12 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
     if not file.exists():
         return
     try:
-        there = _flat(json.loads(file.read_text(encoding="utf-8")))
+        there = flattened(json.loads(file.read_text(encoding="utf-8")))
     except ValueError as error:
         raise ValueError(f"{file} is damaged ({error}); restore it, or remove the folder to start again") from None
     if not has_learnt(workdir):
         return
-    here = _flat(json.loads(config.to_json()))
+    here = flattened(json.loads(config.to_json()))
     different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
     different = [name for name in different if not _is_free(name)]
     if different:
@@ -112,12 +111,12 @@ def _is_free(name: str) -> bool:
     return any(name == part or name.startswith(f"{part}.") for part in free)
 
 
-def _flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict):
-        return {prefix: tree}
-    return {
-        name: leaf for key, part in tree.items() for name, leaf in _flat(part, f"{prefix}.{key}".strip(".")).items()
-    }
+def flattened(settings: Any, path: str = "") -> dict[str, Any]:
+    """Nested settings by their whole names, {"data.length": 64, ...}."""
+    if not isinstance(settings, dict):
+        return {path: settings}
+    parts = (flattened(part, f"{path}.{name}".strip(".")) for name, part in settings.items())
+    return {name: value for part in parts for name, value in part.items()}
 
 
 # --- What the run learns from
@@ -171,12 +170,6 @@ def check_origins(origins: Mapping[str, Origin], kept: Mapping[str, Any], step: 
                 f"{origin.name} has changed since step {step} of the run in {workdir}; restore what was there, or "
                 "choose another --workdir"
             )
-
-
-def digest_of_tokenizer(tokenizer: Tokenizer) -> str:
-    """SHA-256 of how texts become ids, and of what ends and begins them."""
-    facts = [tokenizer.backend.to_str(), tokenizer.eos_ids, tokenizer.bos_id]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def digest_of_params(params: PyTree, about: str = "") -> str:

@@ -18,7 +18,7 @@ import tqdm
 
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cached_folder
-from train.data.tokenizers import start_id_of
+from train.data.tokenizers import digest_of_tokenizer, start_id_of, unknown_id_of
 
 if TYPE_CHECKING:
     from train.data.texts import Split, Texts
@@ -112,12 +112,11 @@ def tokenise(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[s
         raise ValueError(
             "the tokenizer names no end-of-sequence token; give its eos_token in tokenizer_config.json beside it"
         )
-    eos_id = tokenizer.eos_ids[0]
     stream = settings["batching"] == "windows"
     form = {
         "format": _FORMAT,
         "texts": [texts.digest, split, *texts.fields],
-        "tokenizer": [hashlib.sha256(tokenizer.backend.to_str().encode()).hexdigest(), eos_id],
+        "tokenizer": digest_of_tokenizer(tokenizer),
         "stream": stream,
         "markup": settings["markup"],
         "limit": None if stream else [settings["length"], settings["overlong"]],
@@ -131,7 +130,7 @@ def tokenise(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[s
         split=split,
         fields={field: Ragged(array(field), array(f"{field}_offsets")) for field in texts.fields},
         places=array("places"),
-        eos_id=eos_id,
+        eos_id=tokenizer.eos_ids[0],
         start_id=start_id_of(tokenizer),
         **json.loads((folder / _COUNTS).read_text(encoding="utf-8")),
     )
@@ -161,7 +160,7 @@ def _write(texts: Texts, split: str, tokenizer: Tokenizer, settings: Mapping[str
     packed = settings["batching"] == "packed"
     lengths: dict[str, list[int]] = {field: [] for field in texts.fields}
     places: list[int] = []
-    unknown_id = tokenizer.backend.token_to_id(tokenizer.named_tokens.get("unk_token", ""))
+    unknown_id = unknown_id_of(tokenizer)
     one_stream = settings["batching"] == "windows"
     end = [] if one_stream and len(texts.splits[split]) == 1 else tokenizer.eos_ids[:1]
     limit = None if one_stream else settings["length"] - 1

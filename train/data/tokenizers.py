@@ -6,6 +6,8 @@ The same texts make the same vocabulary, on every machine.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -55,12 +57,23 @@ def start_id_of(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_ids[0] if tokenizer.bos_id is None else tokenizer.bos_id
 
 
+def unknown_id_of(tokenizer: Tokenizer) -> int | None:
+    """<unk>, which stands for what the vocabulary lacks; None where it lacks nothing."""
+    return tokenizer.backend.token_to_id(tokenizer.named_tokens.get("unk_token", ""))
+
+
 def unknown_characters(tokenizer: Tokenizer, text: str) -> str:
     """The characters of a text that the vocabulary has no token for, each once, in order."""
-    unknown = tokenizer.backend.token_to_id(tokenizer.named_tokens.get("unk_token", ""))
+    unknown = unknown_id_of(tokenizer)
     if unknown is None:
         return ""
     return "".join(c for c in sorted(set(text)) if unknown in tokenizer.encode(c, add_special_tokens=False))
+
+
+def digest_of_tokenizer(tokenizer: Tokenizer) -> str:
+    """SHA-256 of how texts become ids, and of what ends and begins them."""
+    facts = [tokenizer.backend.to_str(), tokenizer.eos_ids, tokenizer.bos_id]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 
 def _training_texts(texts: Texts) -> Iterator[str]:
