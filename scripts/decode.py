@@ -50,7 +50,7 @@ from absl import flags
 from ml_collections import config_flags
 
 import decoding_jax as dj
-from decoding_jax import batch_job
+from decoding_jax import batch_folder, batch_job, batch_rows
 from decoding_jax.batch_job import Job
 from train.command import FAILED, one_line, run, say
 from train.jobs import (
@@ -104,19 +104,19 @@ def find_inputs(names: Sequence[str]) -> None:
 def claim_output(job: Job, config: ml_collections.ConfigDict) -> tuple[list[tuple[str, Path]], dict[str, Any]]:
     """Opens the output folder for this job: the input files, and the plan."""
     folder = Path(_OUTPUT.value)
-    batch_job.open_folder(folder)
-    spooled = batch_job.spool(sys.stdin.buffer, folder) if "-" in _INPUT.value else None
+    batch_folder.open_folder(folder)
+    spooled = batch_folder.spool(sys.stdin.buffer, folder) if "-" in _INPUT.value else None
     files = [(name, spooled if name == "-" and spooled else Path(name)) for name in _INPUT.value]
     plan = batch_job.describe_job(files, job, config.model, config.dtype, config.drafter or None)
     try:
         if not _OVERWRITE.value:
-            batch_job.check_folder(folder, plan)
+            batch_folder.check_folder(folder, plan)
     except ValueError:
         if spooled:
             spooled.unlink()
         raise
     if spooled:
-        kept = batch_job.keep_spooled(spooled, folder)
+        kept = batch_folder.keep_spooled(spooled, folder)
         files = [(name, kept if name == "-" else path) for name, path in files]
     return files, plan
 
@@ -142,9 +142,9 @@ def decode_all(signals: StopSignals, begun: float) -> int:
         find_inputs(_INPUT.value)
         files, plan = claim_output(job, config)
         model, job = load_models(config, job)
-        rows, errors = batch_job.read_rows(model, files, job.max_new_tokens, job.decoder, job.drafter)
-        parts = batch_job.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
-        batch_job.start_folder(folder, plan, rows, errors, _OVERWRITE.value)
+        rows, errors = batch_rows.read_rows(model, files, job.max_new_tokens, job.decoder, job.drafter)
+        parts = batch_rows.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
+        batch_folder.start_folder(folder, plan, rows, errors, _OVERWRITE.value)
     except (ValueError, OSError) as error:
         say(one_line(error))
         return 2
@@ -154,14 +154,14 @@ def decode_all(signals: StopSignals, begun: float) -> int:
         tally = batch_job.run_job(model, job, rows, parts, folder, progress)
     finally:
         progress.close()
-    if tally.rows or not (folder / batch_job.SUMMARY).exists():
+    if tally.rows or not (folder / batch_folder.SUMMARY).exists():
         more = {"errors": len(errors), "config": config.to_dict()}
         write_summary(folder, job, tally, more, begun)
     else:
         say(f"all {len(rows)} rows are in {folder} already")
     if errors:
         lines = len(rows) + len(errors)
-        say(f"{len(errors)} of {lines} lines were not decoded; {folder / batch_job.ERRORS} says why")
+        say(f"{len(errors)} of {lines} lines were not decoded; {folder / batch_folder.ERRORS} says why")
     return FAILED if errors else 0
 
 

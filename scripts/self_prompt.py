@@ -26,8 +26,9 @@ import numpy as np
 from absl import flags
 
 import decoding_jax as dj
-from decoding_jax import batch_job
-from decoding_jax.batch_job import Job, Row
+from decoding_jax import batch_folder, batch_job, batch_rows
+from decoding_jax.batch_job import Job
+from decoding_jax.batch_rows import Row
 from decoding_jax.checkpoints.cache_files import cache_dir, write_atomically
 from train.command import BAD_USAGE, one_line, run, say
 from train.data.texts import open_texts
@@ -92,9 +93,9 @@ def _phrases() -> list[str]:
 
 def decode_rows(model: dj.Model, job: Job, rows: list[Row], folder: Path, signals: StopSignals) -> None:
     """One batch job, from where it stopped."""
-    batch_job.open_folder(folder)
-    parts = batch_job.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
-    batch_job.start_folder(folder, batch_job.describe_job([], job, _MODEL.value, "float32"), rows, [])
+    batch_folder.open_folder(folder)
+    parts = batch_rows.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
+    batch_folder.start_folder(folder, batch_job.describe_job([], job, _MODEL.value, "float32"), rows, [])
     progress = RowProgress(len(rows), signals)
     try:
         tally = batch_job.run_job(model, job, rows, parts, folder, progress)
@@ -106,7 +107,7 @@ def decode_rows(model: dj.Model, job: Job, rows: list[Row], folder: Path, signal
 
 def records(folder: Path) -> Iterator[dict[str, Any]]:
     """The outputs of a batch job."""
-    for path in sorted(folder.glob(batch_job.PARTS)):
+    for path in sorted(folder.glob(batch_folder.PARTS)):
         for line in path.read_text(encoding="utf-8").splitlines():
             yield json.loads(line)
 
@@ -117,7 +118,7 @@ def make(folder: Path, signals: StopSignals) -> int:
         dj.enable_compilation_cache(cache_dir() / "compiled")
         model = dj.load(_MODEL.value)
         questions = question_rows(model, _COUNT.value)
-        more, errors = batch_job.read_rows(model, [(name, Path(name)) for name in _MORE.value], _LENGTH.value)
+        more, errors = batch_rows.read_rows(model, [(name, Path(name)) for name in _MORE.value], _LENGTH.value)
         if errors:
             raise ValueError(f"more: {errors[0]}")
         sampled = dj.Sampling(temperature=0.8)

@@ -27,8 +27,9 @@ from ml_collections import ConfigDict, config_flags
 from tokenizers import decoders, models, pre_tokenizers
 
 import decoding_jax as dj
-from decoding_jax import batch_job
-from decoding_jax.batch_job import Batch, Job, Tally, plan_parts, read_rows
+from decoding_jax import batch_folder, batch_job, batch_rows
+from decoding_jax.batch_job import Job, Tally
+from decoding_jax.batch_rows import Batch, plan_parts, read_rows
 from decoding_jax.checkpoints import Tokenizer, cache_files
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.registry import DECODERS, make_decoder
@@ -87,15 +88,15 @@ def run_all(
     drafter_name: str | None = None,
 ) -> Tally:
     """What scripts/decode.py does between its flags and its summary."""
-    lock = batch_job.open_folder(folder)
+    lock = batch_folder.open_folder(folder)
     try:
         files = [(source.name, source)]
         plan = batch_job.describe_job(files, job, "toy", "float32", drafter_name)
         if not overwrite:
-            batch_job.check_folder(folder, plan)
+            batch_folder.check_folder(folder, plan)
         rows, errors = read_rows(model, files, job.max_new_tokens, job.decoder, job.drafter)
         parts = plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
-        batch_job.start_folder(folder, plan, rows, errors, overwrite)
+        batch_folder.start_folder(folder, plan, rows, errors, overwrite)
         return batch_job.run_job(model, job, rows, parts, folder, on_batch)
     finally:
         os.close(lock)
@@ -133,7 +134,7 @@ def test_plan_holds_every_row_once_in_groups_of_like_length() -> None:
     batches = [batch for part in parts for batch in part]
     assert sorted(row for batch in batches for row in batch.rows) == list(range(100))
     assert all(len(part) == 3 for part in parts[:-1])
-    of = lambda row: batch_job.bucket(lengths[row])
+    of = lambda row: batch_rows.bucket(lengths[row])
     for bucket, group in itertools.groupby(batches, key=lambda batch: of(batch.rows[0])):
         group = list(group)
         assert all(of(row) == bucket for batch in group for row in batch.rows)
@@ -547,8 +548,8 @@ def test_moved_input_is_the_same_job(whole: tuple[Path, dict[str, bytes]], tmp_p
     out.mkdir()
     for name, data in expected.items():
         (out / name).write_bytes(data)
-    spooled = batch_job.spool(io.BytesIO(source.read_bytes()), out)
-    kept = batch_job.keep_spooled(spooled, out)
+    spooled = batch_folder.spool(io.BytesIO(source.read_bytes()), out)
+    kept = batch_folder.keep_spooled(spooled, out)
     assert kept.name == "stdin.jsonl" and kept.read_bytes() == source.read_bytes()
     assert run_all(kept, out).rows == 0
 
@@ -575,14 +576,14 @@ def test_parts_without_plan_or_of_another_tokenizer_are_refused(tmp_path: Path) 
 
 def test_folder_in_use_or_unwritable_is_refused(tmp_path: Path) -> None:
     """Two processes in one folder would throw away each other's scratch files."""
-    lock = batch_job.open_folder(tmp_path / "new" / "folder")
+    lock = batch_folder.open_folder(tmp_path / "new" / "folder")
     with pytest.raises(ValueError, match="another process is writing there"):
-        batch_job.open_folder(tmp_path / "new" / "folder")
+        batch_folder.open_folder(tmp_path / "new" / "folder")
     os.close(lock)
-    os.close(batch_job.open_folder(tmp_path / "new" / "folder"))
+    os.close(batch_folder.open_folder(tmp_path / "new" / "folder"))
     (tmp_path / "file").write_text("")
     with pytest.raises(ValueError, match="cannot be written"):
-        batch_job.open_folder(tmp_path / "file")
+        batch_folder.open_folder(tmp_path / "file")
 
 
 def test_measures_of_a_resumed_run(whole: tuple[Path, dict[str, bytes]], tmp_path: Path) -> None:

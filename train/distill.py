@@ -49,7 +49,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 import decoding_jax as dj
-from decoding_jax import batch_job
+from decoding_jax import batch_folder
 from train.command import BAD_USAGE, FAILED, one_line, run, say
 from train.data.texts import DISTILLED
 from train.distillation import default_folder, perform, prepare
@@ -82,7 +82,7 @@ def distil(config: ConfigDict, folder: Path, signals: StopSignals) -> int:
         tally, counts = perform(work, progress)
     finally:
         progress.close()
-    if tally.rows or not (folder / batch_job.SUMMARY).exists():
+    if tally.rows or not (folder / batch_folder.SUMMARY).exists():
         more = {"distilled": counts, "teacher": _TEACHER.value, "config": config.to_dict()}
         write_summary(folder, work.job, tally, more, begun)
     pairs = counts.pop("pairs")

@@ -17,8 +17,9 @@ import jax
 import numpy as np
 from ml_collections import ConfigDict
 
-from decoding_jax import batch_job
-from decoding_jax.batch_job import Batch, Job, Row, Tally
+from decoding_jax import batch_folder, batch_job, batch_rows
+from decoding_jax.batch_job import Job, Tally
+from decoding_jax.batch_rows import Batch, Row
 from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.types import Model
@@ -89,14 +90,14 @@ def prepare(config: ConfigDict, teacher: str, folder: Path, overwrite: bool = Fa
     numbers = sources.places.tolist()
     rows = [Row(n, n, np.asarray(sources.fields["text"][i])) for i, n in enumerate(numbers)]
     left_out = {f"sources longer than {longest} tokens": sources.dropped, "empty sources": sources.empty}
-    parts = batch_job.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
+    parts = batch_rows.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
     # A teacher that was trained further, or other texts, make other pairs.
     dtype = jax.tree.leaves(model.params)[0].dtype.name
     plan = batch_job.describe_job([], job, Path(teacher).resolve().name, dtype)
     plan |= {"teacher_sha256": digest_of(model), "texts_sha256": pairs.digest}
-    lock = batch_job.open_folder(folder)
+    lock = batch_folder.open_folder(folder)
     try:
-        batch_job.start_folder(folder, plan, rows, [], overwrite)
+        batch_folder.start_folder(folder, plan, rows, [], overwrite)
     except BaseException:
         os.close(lock)
         raise
@@ -118,7 +119,7 @@ def perform(work: Distillation, on_batch: Callable[[Tally], None] = lambda tally
       OSError: a file cannot be written.
     """
     file = work.folder / DISTILLED
-    if not all(batch_job.find_parts(work.folder, work.rows, work.parts)):
+    if not all(batch_folder.find_parts(work.folder, work.rows, work.parts)):
         file.unlink(missing_ok=True)  # of another job that was overwritten, or with a part that is damaged now
     tally = batch_job.run_job(work.model, work.job, work.rows, work.parts, work.folder, on_batch)
     lines, left_out = _pairs(work)
@@ -151,7 +152,7 @@ def _pairs(work: Distillation) -> tuple[list[str], dict[str, int]]:
 def _outputs(folder: Path, parts: int) -> dict[int, tuple[str, str]]:
     """The text of each decoded source, without surrounding whitespace, and what it ended with; by its place."""
     outputs = {}
-    for name in batch_job.part_names(parts):
+    for name in batch_rows.part_names(parts):
         with (folder / name).open(encoding="utf-8") as lines:
             for line in lines:
                 record: dict[str, Any] = json.loads(line)

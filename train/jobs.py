@@ -20,7 +20,7 @@ import tqdm
 from jax.sharding import Mesh
 
 import decoding_jax as dj
-from decoding_jax import batch_job
+from decoding_jax import batch_folder, batch_job
 from decoding_jax.batch_job import Job, Tally
 from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.registry import from_settings, make_decoder
@@ -104,7 +104,7 @@ def run_stoppable(work: Callable[[StopSignals], int], folder: Path) -> int:
         with StopSignals() as signals:
             return work(signals)
     except Stopped as stop:
-        parts = len(list(folder.glob(batch_job.PARTS)))
+        parts = len(list(folder.glob(batch_folder.PARTS)))
         say(f"{parts} complete parts are saved in {folder}")
         say("stopped; run the same command again to continue")
         return stop.exit_code
@@ -163,7 +163,7 @@ def write_summary(folder: Path, job: Job, tally: Tally, more: dict[str, Any], be
         **_surroundings(),
     }
     text = json.dumps(summary, indent=2, ensure_ascii=False) + "\n"
-    write_atomically(folder / batch_job.SUMMARY, text.encode())
+    write_atomically(folder / batch_folder.SUMMARY, text.encode())
     speed, per_call = numbers["tokens_per_second"], numbers["tokens_per_model_call"]
     say(
         f"{numbers['rows']} rows, {numbers['new_tokens']} new tokens in {folder}"

@@ -16,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from ml_collections import ConfigDict
 
-from decoding_jax.batch_job import lock_folder
+from decoding_jax.batch_folder import lock_folder
 from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.checkpoints.orbax import by_path, is_complete
 from decoding_jax.checkpoints.workdir import CHECKPOINTS, finished_steps, form_of
