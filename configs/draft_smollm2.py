@@ -1,7 +1,7 @@
-r"""A draft model for SmolLM2-135M-Instruct: 9 million parameters, taught by the target's own greedy outputs.
+r"""A draft model for SmolLM2-135M-Instruct: 5 of its 30 layers, taught by its own greedy outputs.
 
     python scripts/self_prompt.py --count=1600 --output=outputs/self_prompt
-    python scripts/shrink_model.py --input=smollm2-135m-instruct --output=outputs/smollm2_small
+    python scripts/prune_layers.py --input=smollm2-135m-instruct --layers=0,1,12,24,29 --output=outputs/pruned
     python -m train --config=configs/draft_smollm2.py:outputs
 
 The path behind the colon is the folder of these two outputs.
@@ -16,12 +16,13 @@ from train.config import default_config
 
 def get_config(folder: str = "outputs") -> ConfigDict:
     """The settings, given the data's folder; each can be changed on the command line with --config.name=value."""
-    texts = f"{folder}/self_prompt"
     config = default_config()
     config.objective = "causal_lm"
-    config.total_steps = 2000
-    config.init_from = f"{folder}/smollm2_small"
+    config.total_steps = 300
+    config.init_from = f"{folder}/pruned"
+    config.frozen = ("embed/.*",)  # the target's own, which is the readout too
 
+    texts = f"{folder}/self_prompt"
     config.data.name = "plain_text"
     config.data.files = ConfigDict(
         {"train": f"{texts}/train.jsonl", "validation": f"{texts}/validation.jsonl", "test": ""}
@@ -32,12 +33,10 @@ def get_config(folder: str = "outputs") -> ConfigDict:
     config.data.overlong = "cut"
     config.data.rows_per_batch = 8
 
-    config.optimizer.learning_rate = 3e-3
-    config.optimizer.warmup_steps = 100
+    config.optimizer.learning_rate = 1e-3
+    config.optimizer.warmup_steps = 20
     config.optimizer.final_fraction = 0.02
-    config.optimizer.weight_decay = 0.05
 
-    config.evaluation.every = 200
-    config.evaluation.max_new_tokens = 48
-    config.checkpoint.every = 400
+    config.evaluation.every = 50
+    config.checkpoint.every = 100
     return config

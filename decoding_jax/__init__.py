@@ -17,6 +17,7 @@ from decoding_jax.sampling import Sampling
 from decoding_jax.stops import Stop
 from decoding_jax.trees import DynamicTree, Tree
 from decoding_jax.types import Cache, Candidates, DecodeOutput, Features, Inputs, Model, Stats, Trace
+from decoding_jax.verify import Typical
 
 __all__ = [
     "Autoregressive",
@@ -41,6 +42,7 @@ __all__ = [
     "StreamChunk",
     "Trace",
     "Tree",
+    "Typical",
     "compile_clock",
     "decode",
     "enable_compilation_cache",

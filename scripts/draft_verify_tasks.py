@@ -89,10 +89,10 @@ def methods(model: dj.Model, draft: dj.Model | None, narrow: bool) -> Mapping[st
     rounded = dj.quantized(model)
     found = {
         "prompt_lookup": Method(dj.PromptLookup(num_draft=8 if wide else 4)),
-        "prompt_lookup_tree": Method(dj.PromptLookup(num_draft=8 if wide else 4, num_matches=3 if wide else 2)),
         "prompt_lookup_longest": Method(dj.PromptLookup(num_draft=8 if wide else 4, max_ngram=16)),
+        "prompt_lookup_tree": Method(dj.PromptLookup(num_draft=8 if wide else 4, num_matches=2)),
         "lookahead": Method(
-            dj.Lookahead(window=7, ngram=5, candidates=7, prompt_ngrams=True)
+            dj.Lookahead(window=5, ngram=4, candidates=5, prompt_ngrams=True)
             if wide
             else dj.Lookahead(window=2, ngram=3, candidates=2, prompt_ngrams=True)
         ),
@@ -101,9 +101,10 @@ def methods(model: dj.Model, draft: dj.Model | None, narrow: bool) -> Mapping[st
         "self_speculative_int8": Method(dj.SelfSpeculative(num_draft=4), rounded, rounded),
     }
     if draft is not None:
+        grown = dj.DynamicTree(size=8, depth=4, width=2) if wide else dj.DynamicTree(size=4, depth=2, width=2)
         found["speculative"] = Method(dj.Speculative(num_draft=5 if wide else 2), draft, draft)
-        tree = dj.Tree.of_branches((3, 2, 1, 1) if wide else (2, 1, 1))
-        found["speculative_tree"] = Method(dj.Speculative(tree=tree), draft, draft)
+        found["speculative_tree"] = Method(dj.Speculative(tree=dj.Tree.of_branches((2, 1, 1))), draft, draft)
+        found["speculative_dynamic_tree"] = Method(dj.Speculative(tree=grown), draft, draft)
     return found
 
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 
@@ -20,7 +19,7 @@ from decoding_jax.models.transformer import TransformerConfig
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = [
     "chat", "convert_checkpoint", "decode", "kill_test", "measure_draft_verify", "measure_foundation", "quickstart",
-    "readme_table", "self_prompt", "shrink_model",
+    "prune_layers", "readme_table", "self_prompt",
 ]  # fmt: skip
 
 
@@ -115,21 +114,15 @@ def test_a_model_writes_its_own_training_data(tiny: Path, tmp_path: Path) -> Non
     assert "3 texts in" in first.stderr and "3 texts in" in second.stderr  # a beginning of code and two translations
 
 
-def test_a_small_model_keeps_vocabulary_and_nearness(tiny: Path, tmp_path: Path) -> None:
-    """The projection keeps the directions in which tokens differ most, and what does not fit is refused."""
-    wide = TransformerConfig(32, 1, 64, 16, 2, 2, 32)
-    large = init_transformer(wide, tokenizer=dj.load(tiny).tokenizer)
+def test_a_pruned_model_is_the_large_one_without_the_other_layers(tmp_path: Path) -> None:
+    """Its logits are those of the view that skips them, bit for bit; layers that do not exist are refused."""
+    large = init_transformer(TransformerConfig(32, 3, 16, 16, 2, 2, 8))
     dj.save(large, tmp_path / "large")
-    done = run(
-        "shrink_model", f"--input={tmp_path / 'large'}", f"--output={tmp_path / 'small'}", "--width=32", "--layers=2"
-    )
+    from_large = [f"--input={tmp_path / 'large'}", f"--output={tmp_path / 'small'}"]
+    done = run("prune_layers", *from_large, "--layers=0,2")
     assert done.returncode == 0, done.stderr
-    small = dj.load(tmp_path / "small")
-    assert (small.config.width, small.config.num_layers, small.vocab_size) == (32, 2, 32)
-    before, after = (np.asarray(m.params["embed"]["embedding"].get_value()) for m in (large, small))
-    gram = lambda table: ((table - table.mean(axis=0)) @ (table - table.mean(axis=0)).T).ravel()
-    assert np.corrcoef(gram(before), gram(after))[0, 1] > 0.9
-    refused = run("shrink_model", f"--input={tiny}", f"--output={tmp_path / 'none'}", "--width=32")
-    assert (
-        refused.returncode == 2 and "width=32: must be a multiple of 32, and at most the model's 16" in refused.stderr
-    )
+    tokens = dict(prompts=[[1, 2, 3]], max_new_tokens=4)
+    small, view = (dj.decode(model, **tokens) for model in (dj.load(tmp_path / "small"), large.view(skip=(1,))))
+    assert (small.tokens == view.tokens).all() and (small.log_probs == view.log_probs).all()
+    refused = run("prune_layers", *from_large, "--layers=2,3")
+    assert refused.returncode == 2 and "give ascending numbers from 0 to 2" in refused.stderr

@@ -359,6 +359,19 @@ def test_params_that_are_no_numbers_are_not_saved(home: Path) -> None:
     assert saved(home / "exploding").startswith("no step is saved in ")
 
 
+def test_a_setting_newer_than_the_run_had_its_default(home: Path, tmp_path: Path) -> None:
+    """A run of an older version goes on; with another value than the default it would be another run."""
+    claim_workdir(tmp_path, text_config(home))
+    (tmp_path / "checkpoints" / "5").mkdir(parents=True)
+    file = tmp_path / "train_config.json"
+    settings = json.loads(file.read_text(encoding="utf-8"))
+    del settings["data"]["markup"]
+    file.write_text(json.dumps(settings), encoding="utf-8")
+    check_workdir(tmp_path, text_config(home))
+    with pytest.raises(ValueError, match=r"data\.markup was False, is True"):
+        check_workdir(tmp_path, text_config(home, {"data.markup": True}))
+
+
 def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> None:
     """A config that a full disk has cut off is not a run with other settings."""
     (tmp_path / "train_config.json").write_text("{", encoding="utf-8")

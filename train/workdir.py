@@ -21,6 +21,7 @@ from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.checkpoints.orbax import by_path, is_complete
 from decoding_jax.checkpoints.workdir import CHECKPOINTS, finished_steps, form_of
 from decoding_jax.types import PyTree
+from train.config import default_config
 from train.data.tokenizers import digest_of_tokenizer, make_tokenizer
 from train.objectives import Teacher
 from train.setup import Data
@@ -85,8 +86,10 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
     if not has_learnt(workdir):
         return
     here = flattened(json.loads(config.to_json()))
-    different = [name for name in sorted(there.keys() | here.keys()) if there.get(name) != here.get(name)]
-    different = [name for name in different if not _is_free(name)]
+    # A setting that is newer than the run had its default then.
+    there = flattened(json.loads(default_config().to_json())) | there
+    names = sorted(there.keys() | here.keys())
+    different = [name for name in names if there.get(name) != here.get(name) and not _is_free(name)]
     if different:
         listed = ", ".join(f"{name} was {there.get(name)!r}, is {here.get(name)!r}" for name in different[:5])
         listed += f" and {len(different) - 5} more" if len(different) > 5 else ""

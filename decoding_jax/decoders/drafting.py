@@ -24,7 +24,7 @@ from decoding_jax.rows import Context, Rows
 from decoding_jax.sampling import draw_siblings, process_logits
 from decoding_jax.trees import DynamicTree, Tree
 from decoding_jax.types import Array, Inputs, PyTree
-from decoding_jax.verify import RULES, Rejection, Rule
+from decoding_jax.verify import Rejection, Rule, as_rule
 
 
 @struct.dataclass
@@ -40,7 +40,7 @@ class ModelDraft(Prefix):
     """Base of the methods that draft with a model. See `Speculative` for the settings."""
 
     num_draft: int = struct.field(pytree_node=False, default=5)
-    acceptance: str = struct.field(pytree_node=False, default="coupled")
+    acceptance: str | Rule = "coupled"
     tree: Tree | DynamicTree | None = struct.field(pytree_node=False, default=None)
     adaptive: bool = struct.field(pytree_node=False, default=False)
     draft_cost: float | Array = 0.1
@@ -50,8 +50,7 @@ class ModelDraft(Prefix):
     def __post_init__(self) -> None:
         if self.num_draft < 1:
             raise ValueError(f"num_draft={self.num_draft}: must be at least 1; Autoregressive drafts nothing")
-        if self.acceptance not in RULES:
-            raise ValueError(f"acceptance={self.acceptance!r}: must be one of {', '.join(RULES)}")
+        object.__setattr__(self, "acceptance", as_rule(self.acceptance))
         if isinstance(self.tree, DynamicTree) and isinstance(self.rule, Rejection):
             raise ValueError(
                 "acceptance='rejection': a DynamicTree keeps tokens for their probability, which biases what rejection "
@@ -70,8 +69,15 @@ class ModelDraft(Prefix):
 
     @property
     def rule(self) -> Rule:
-        """The rule called `acceptance`."""
-        return RULES[self.acceptance]
+        """How proposals are accepted: what `acceptance` says."""
+        return as_rule(self.acceptance)
+
+    def check(self, ctx: Context) -> None:
+        """ValueError where a node has more children than there are tokens."""
+        if (most := self.shape.siblings) > ctx.model.vocab_size:
+            raise ValueError(
+                f"tree: a node has {most} children, and the vocabulary only {ctx.model.vocab_size} ids; give fewer"
+            )
 
     def no_history(self, ctx: Context) -> AcceptanceHistory:
         """The history of rows that have none yet: as if one token had been tried, and 0.7 of it kept."""
@@ -122,6 +128,7 @@ class ModelDraft(Prefix):
         """
         root = rows.length - 1
         capacity = rows.tokens.shape[1] + self.num_nodes
+        lengths = jnp.minimum(lengths, ctx.limits - rows.length)  # no call for what lies behind the budget
         # The first call feeds what the cache does not hold for certain; writing a slot again changes nothing.
         at = root[:, None] - jnp.arange(committed)[None, ::-1]
         inputs = Inputs(

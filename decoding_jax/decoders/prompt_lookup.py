@@ -12,6 +12,8 @@ from decoding_jax.rows import Context
 from decoding_jax.trees import merge_chains
 from decoding_jax.types import Array
 
+_MOST_MATCHES = 64  # as many places as the smallest buffer of a row has
+
 
 def rank_matches(tokens: Array, length: Array, max_ngram: int, min_ngram: int) -> Array:
     """Ranks the places of a row to copy from: behind the longest, then latest, earlier occurrence of its last tokens.
@@ -69,8 +71,8 @@ class PromptLookup(Prefix):
             raise ValueError(
                 f"min_ngram={self.min_ngram}, max_ngram={self.max_ngram}: need 1 <= min_ngram <= max_ngram"
             )
-        if self.num_matches < 1:
-            raise ValueError(f"num_matches={self.num_matches}: must be at least 1")
+        if not 1 <= self.num_matches <= _MOST_MATCHES:
+            raise ValueError(f"num_matches={self.num_matches}: must be from 1 to {_MOST_MATCHES}")
         if self.weak_draft < 1:
             raise ValueError(f"weak_draft={self.weak_draft}: must be at least 1; min_ngram=2 leaves weak matches out")
 

@@ -46,9 +46,10 @@ class SelfSpeculative(ModelDraft):
 
     def check(self, ctx: Context) -> None:
         """ValueError where the target has no such layers, or the coarser copy is of another model."""
+        super().check(ctx)
         if not self.takes_drafter:
             self._part(ctx.model)
-        elif ctx.drafter is not None and _cache_shapes(ctx.drafter) != _cache_shapes(ctx.model):
+        elif ctx.drafter is not None and _empty_cache(ctx.drafter) != _empty_cache(ctx.model):
             raise ValueError(
                 "drafter: its cache is not the target's, in which SelfSpeculative drafts; give a coarser copy of the "
                 "target, or choose Speculative (in configs speculative)"
@@ -72,5 +73,6 @@ class SelfSpeculative(ModelDraft):
         return model.view(exit=self.exit_layer, skip=self.skip_layers)
 
 
-def _cache_shapes(model: ModelSpec) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.shape, jax.eval_shape(lambda: model.init_cache(1, 1)))
+def _empty_cache(model: ModelSpec) -> PyTree:
+    """Shapes and dtypes of a cache's leaves."""
+    return jax.eval_shape(lambda: model.init_cache(1, 1))

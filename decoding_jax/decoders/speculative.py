@@ -34,7 +34,8 @@ class Speculative(ModelDraft):
     Attributes:
       num_draft: K, tokens drafted in a round, or with `adaptive` the most.
       acceptance: "coupled" gives plain decoding's tokens for the same seed; "rejection" its law, and keeps more
-        drafts where the sampling is hot; "typical" keeps still more and is not lossless.
+        drafts where the sampling is hot; "typical", or a `Typical` with thresholds of your own, keeps still more and
+        is not lossless.
       tree: drafts several siblings at each place instead of a chain of `num_draft`: a `Tree`, or a `DynamicTree`,
         whose shape follows the drafter's probabilities.
       adaptive: each row drafts as deep as pays by its own history of acceptance.
