@@ -16,11 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import zoo
-from test_laws import EVERYTHING, LAW_ROWS, LAW_TOY, check_law
+from test_laws import EVERYTHING, LAW_TOY, check_law
 
 import decoding_jax as dj
-from decoding_jax.decoders.prefix import Draft
-from decoding_jax.loop import run, start
+from decoding_jax.decoders.prefix import Draft, Prefix
+from decoding_jax.loop import ALL_STEPS, run, start
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.prepare import prepare
 from decoding_jax.registry import make_decoder, read_tree
@@ -113,22 +113,24 @@ def test_a_mesh_splits_drafts_with_their_rows() -> None:
     """A dynamic tree on two devices: the same drafts are kept, and nothing is gathered on the way."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     decoder = CAREFUL["grown"]
-    split = decode(decoder=decoder, drafter=DRAFT, sampling=WARM, mesh=mesh)
-    whole = decode(decoder=decoder, drafter=DRAFT, sampling=WARM)
-    assert zoo.outputs(split) == zoo.outputs(whole)
-    assert split.stats.drafted.tolist() == whole.stats.drafted.tolist()
     ctx = context(mesh=mesh, drafter=DRAFT, sampling=WARM)
-    compiled = run.lower(decoder, ctx, start(decoder, ctx), jnp.int32(1)).compile()
+    arguments = (decoder, ctx, start(decoder, ctx), jnp.int32(ALL_STEPS))
+    compiled = run.lower(*arguments).compile()
     assert "all-gather" not in compiled.as_text()
+    state = compiled(*arguments)
+    assert not state.carry.cache.slots["tokens"].sharding.is_fully_replicated
+    whole = decode(decoder=decoder, drafter=DRAFT, sampling=WARM)
+    assert state.drafted.tolist() == whole.stats.drafted.tolist()
+    assert zoo.outputs(decoder.finalize(ctx, state)) == zoo.outputs(whole)
 
 
 # ---------------------------------------------------------------------- drafting in the target's cache
 def test_drafting_in_the_targets_cache_leaves_no_trace() -> None:
     """What a coarser copy writes, also in places that are not the nodes' own, never stands in for the target's keys."""
-    for decoder in (dj.SelfSpeculative(tree=GROWN.tree, min_confidence=0.3), dj.SelfSpeculative(num_draft=3)):
-        out = decode(decoder=decoder, drafter=DRAFT, sampling=EVERYTHING, stop=dj.Stop([2]))
-        assert zoo.outputs(out) == zoo.outputs(decode(sampling=EVERYTHING, stop=dj.Stop([2])))
-        assert 0 < out.stats.accepted.sum() < out.stats.drafted.sum()
+    decoder = dj.SelfSpeculative(tree=GROWN.tree, min_confidence=0.3)
+    out = decode(decoder=decoder, drafter=DRAFT, sampling=EVERYTHING, stop=dj.Stop([2]))
+    assert zoo.outputs(out) == zoo.outputs(decode(sampling=EVERYTHING, stop=dj.Stop([2])))
+    assert 0 < out.stats.accepted.sum() < out.stats.drafted.sum()
 
 
 def test_a_part_of_a_model_drafts_for_it() -> None:
@@ -143,6 +145,12 @@ def test_a_part_of_a_model_drafts_for_it() -> None:
 
 # ---------------------------------------------------------------------- which tree is proposed
 Path = tuple[int, ...]
+
+
+@jax.jit
+def first_draft(decoder: Prefix, ctx: Context) -> Draft:
+    """What is proposed behind the prompts."""
+    return decoder.propose(ctx, decoder.init(ctx))[0]
 
 
 def paths_of(draft: Draft, row: int) -> list[Path]:
@@ -177,7 +185,7 @@ def test_a_tree_grows_where_it_is_probable(budget: int, least: float) -> None:
     """Law 9: the proposals are those of a plain search; those of two paths or of none are not among them."""
     decoder = dataclasses.replace(GROWN, adaptive=False, min_confidence=least)
     ctx = context(budget=budget, drafter=DRAFT)
-    draft = jax.jit(lambda decoder, ctx: decoder.propose(ctx, decoder.init(ctx))[0])(decoder, ctx)
+    draft = first_draft(decoder, ctx)
     rows = {logits.tobytes(): drafted for logits, drafted in zip(np.asarray(TARGET.params), TABLE, strict=True)}
     law = lambda prefix: rows[TOY.logits_of(prefix).tobytes()]
     for row, prompt in enumerate(PROMPTS):
@@ -216,7 +224,7 @@ def test_what_several_matches_share_is_proposed_once() -> None:
     random = np.random.default_rng(0)
     rows = [random.integers(0, 2, size=n).tolist() for n in (1, 2, *range(2, 32))]
     ctx = context(prompts=rows)
-    draft = jax.jit(lambda ctx: decoder.propose(ctx, decoder.init(ctx))[0])(ctx)
+    draft = first_draft(decoder, ctx)
     for at, row in enumerate(rows):
         paths = paths_of(draft, at)
         assert len(set(paths)) == len(paths) and set(paths) == copies(row, decoder), row
@@ -229,7 +237,7 @@ def test_a_careful_drafter_follows_the_law() -> None:
     decoder = dj.Speculative(num_draft=3, acceptance="rejection", adaptive=True, min_confidence=0.35)
     law = zoo.law_of_output(LAW_TOY.logits_of, [1, 2, 1], 4, {"temperature": 1.0}, LAW_TOY.model.eos_ids)
     out = dj.decode(
-        LAW_TOY.model, [[1, 2, 1]] * LAW_ROWS, decoder, drafter=drafter, max_new_tokens=4, sampling=WARM, seed=3
+        LAW_TOY.model, [[1, 2, 1]] * 2048, decoder, drafter=drafter, max_new_tokens=4, sampling=WARM, seed=3
     )
     check_law([tuple(row) for row in zoo.outputs(out)], law)
     assert len(set(out.stats.drafted.tolist())) > 2
@@ -330,7 +338,8 @@ def test_dynamic_trees_of_configs() -> None:
 
 def test_drafts_wider_than_what_there_is_are_refused() -> None:
     """More children than tokens, more matches than places, a copy in another dtype: errors before compiling."""
-    half = init_transformer(zoo.SMALL, dtype=jnp.bfloat16)
+    short = lambda x: x.astype(jnp.int16)
+    half = dataclasses.replace(DRAFT, init_cache=lambda *shape: jax.tree.map(short, TARGET.init_cache(*shape)))
     with dj.compile_clock() as clock:
         for tree in (dj.Tree.of_branches((6,)), dj.DynamicTree(6, 1, 6)):
             with pytest.raises(ValueError, match="a node has 6 children, and the vocabulary only 5 ids"):
@@ -338,5 +347,5 @@ def test_drafts_wider_than_what_there_is_are_refused() -> None:
         with pytest.raises(ValueError, match="num_matches=65: must be from 1 to 64"):
             dj.PromptLookup(num_matches=65)
         with pytest.raises(ValueError, match="its cache is not the target's"):
-            dj.decode(zoo.small_transformer(), PROMPTS, dj.SelfSpeculative(), drafter=half, max_new_tokens=2)
+            decode(decoder=dj.SelfSpeculative(), drafter=half)
     assert clock.programs == 0

@@ -21,6 +21,7 @@ from tiny_runs import home, logged, make_small_mesh, pairs_config, sentences, te
 import decoding_jax as dj
 import train.loop
 from decoding_jax.checkpoints import Tokenizer
+from decoding_jax.checkpoints.workdir import read_about
 from decoding_jax.models.functional import init_transformer
 from decoding_jax.models.transformer import TransformerConfig
 from train.data.texts import open_texts
@@ -219,6 +220,8 @@ def test_a_signal_at_the_wrong_moment_is_heard(home: Path, whole: Path, monkeypa
     Trainer(config, workdir).run()
     assert logged(workdir, "validation_loss") == logged(whole, "validation_loss")
     assert list(logged(workdir, "loss")) == [1, 24]
+    # The checkpoint that was saved without its loss can still be the best one.
+    assert read_about(workdir / "checkpoints/24")["metric"] == logged(whole, "validation_loss")[24]
 
 
 def test_a_run_goes_on_on_other_devices(home: Path, whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,11 +22,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 from orbax.checkpoint import v1 as ocp
 
-from decoding_jax.checkpoints.cache_files import write_manifest
+from decoding_jax.checkpoints.cache_files import write_atomically, write_manifest
 from decoding_jax.checkpoints.orbax import by_path, reason
 from decoding_jax.checkpoints.workdir import (
     ABOUT,
     CHECKPOINTS,
+    LATE_METRIC,
     MODEL,
     STATE,
     check_whole,
@@ -183,6 +184,17 @@ class Checkpoints:
                 "remove the folder to start from the beginning"
             )
         return None
+
+    def metric(self, step: int) -> float | None:
+        """The metric of a saved step; None if it has none."""
+        return self._metrics.get(step)
+
+    def add_metric(self, step: int, metric: float) -> None:
+        """Gives a saved step the metric that it was saved without; OSError where it cannot be written."""
+        self.wait()
+        if jax.process_index() == 0:
+            write_atomically(self._folder / str(step) / LATE_METRIC, json.dumps(metric).encode())
+        self._metrics[step] = metric
 
     def all_steps(self) -> list[int]:
         """The saved steps, ascending, with the one being saved and without those known to be damaged."""

@@ -247,7 +247,9 @@ class Trainer:
             progress = Progress(self.config.total_steps, self.first_step)
             stack.callback(progress.close)
             if self._owes_validation():
-                self.validate(self.first_step)
+                self._say_validation(self.first_step)
+                assert self.validated is not None
+                self.checkpoints.add_metric(*self.validated)
             with signals.held():
                 self._steps(progress, signals)
             self.checkpoints.wait()
@@ -287,19 +289,24 @@ class Trainer:
     def _owes_validation(self) -> bool:
         """Whether the run was stopped before that of its newest step."""
         step = self.first_step
-        return step > 0 and self._validates(step) and step not in self._validation_losses()
+        due = step > 0 and self._validates(step) and "validation" in self.data.plans
+        return due and self.checkpoints.metric(step) is None
 
     def _validation_losses(self) -> dict[float, float]:
         """All that are logged, by step."""
         lines = read_scalars(self.workdir)
         return {line["step"]: line["validation_loss"] for line in lines if "validation_loss" in line}
 
+    def _say_validation(self, step: int) -> None:
+        if values := self.validate(step):
+            say(f"step {step}: validation loss {values['validation_loss']:.4g}")
+
     def _evaluate(self, step: int, validates: bool, decodes: bool, signals: StopSignals) -> bool:
         """What is due of evaluations; whether a signal has cut them short."""
         try:
             with signals.heard():
-                if validates and (values := self.validate(step)):
-                    say(f"step {step}: validation loss {values['validation_loss']:.4g}")
+                if validates:
+                    self._say_validation(step)
                 if decodes:
                     self.decode_now(step)
         except Stopped:

@@ -146,12 +146,13 @@ def _check_names(given: Any, known: ConfigDict, path: str) -> None:
             if full not in _OPEN:
                 _check_names(given[name], default, full)
         elif not _is_like(given[name], default):
-            raise ValueError(f"{full}={given[name]!r}: must be a {type(default).__name__}, as in {full}={default!r}")
+            kind = "tuple of texts" if isinstance(default, tuple) else type(default).__name__
+            raise ValueError(f"{full}={given[name]!r}: must be of the kind {kind}, as in {full}={default!r}")
 
 
 def _is_like(value: Any, default: Any) -> bool:
     if isinstance(default, tuple):
-        return isinstance(value, tuple | list)
+        return isinstance(value, tuple | list) and all(isinstance(item, str) for item in value)
     if isinstance(default, bool) or isinstance(value, bool):
         return isinstance(default, bool) and isinstance(value, bool)
     return isinstance(value, int | float if isinstance(default, float) else type(default))

@@ -11,6 +11,7 @@ Orbax writes a step beside its final place and renames it, so a folder named by 
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from decoding_jax.models.functional import abstract_transformer, transformer_mod
 from decoding_jax.types import Model
 
 CHECKPOINTS = "checkpoints"
+LATE_METRIC = "metric.json"  # in a checkpoint's folder: of a validation that came after the save
 MODEL, STATE, ABOUT = "model", "state", "about"
 
 logger = logging.getLogger("decoding_jax")
@@ -107,6 +109,9 @@ def read_about(step_folder: Path) -> dict[str, Any]:
     try:
         with orbax_context():
             about = ocp.load_checkpointables(step_folder.absolute(), {ABOUT: None})[ABOUT]
+        late = step_folder / LATE_METRIC
+        if about["metric"] is None and late.exists():
+            about["metric"] = json.loads(late.read_text(encoding="utf-8"))
         metric = about["metric"]
         if metric is not None and not math.isfinite(metric):
             raise ValueError(f"its metric is {metric}")
