@@ -363,6 +363,16 @@ SAME = {
 }
 
 
+def test_a_pool_begins_with_each_ngram_of_the_prompt_once() -> None:
+    """A prompt that repeats itself does not fill the candidates with copies; the newest place counts."""
+    decoder = dj.Lookahead(window=2, ngram=2, candidates=2, pool_size=8, prompt_ngrams=True)
+    call = prepare(HISTORY.model, [[1, 2, 1, 2, 1, 2, 3]], BUDGET, dj.Sampling(), dj.Stop(), 0, None, None)
+    pool = jax.device_get(decoder.begin(call.ctx).pool)
+    found = {tuple(ngram): int(met) for ngram, met in zip(pool.ngrams[0].tolist(), pool.met[0], strict=True) if met}
+    assert found == {(2, 3): 6, (1, 2): 5, (2, 1): 4}
+    assert (pool.met[0] > 0).sum() == 3
+
+
 @pairs(SAME)
 @pytest.mark.parametrize("sampling", [dj.Sampling(), dj.Sampling(temperature=1.0)], ids=["greedy", "sampled"])
 def test_a_drafter_equal_to_the_target_is_always_accepted(decoder: Any, sampling: dj.Sampling) -> None:

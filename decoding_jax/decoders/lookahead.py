@@ -92,7 +92,10 @@ class Lookahead(Prefix):
             start = ctx.prompt_lengths[:, None] - self.ngram - jnp.arange(self.pool_size)[None]
             at = jnp.maximum(start, 0)[:, :, None] + jnp.arange(self.ngram)[None, None]
             ngrams = read_slots(ctx.prompts, at.reshape(batch, -1)).reshape(ngrams.shape)
-            met = jnp.maximum(start + 1, 0)
+            # Of equal ones the newest alone: copies would take the place of other candidates.
+            same = (ngrams[:, :, None] == ngrams[:, None]).all(axis=3)
+            copies = (same & jnp.tril(jnp.ones(same.shape[1:], bool), -1)[None]).any(axis=2)
+            met = jnp.where(copies, 0, jnp.maximum(start + 1, 0))
         return _Carry(window, Pool(ngrams, met))
 
     def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
