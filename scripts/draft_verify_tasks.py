@@ -16,6 +16,8 @@ SPEC_BENCH = ("mt_bench", "translation", "summarization", "qa", "math_reasoning"
 CODE = "code"
 TASKS = (*SPEC_BENCH, CODE)
 _LONGEST_PROMPT = 1000  # tokens
+# Of SmolLM2's 30 layers those that change their input least, by `measure_draft_verify.py --what=skip`.
+SKIPPED = (13, 14, 15, 25, 26)
 
 Prompts = dict[str, list[list[int]]]
 
@@ -106,7 +108,3 @@ def methods(model: dj.Model, draft: dj.Model | None, narrow: bool) -> Mapping[st
         found["speculative_tree"] = Method(dj.Speculative(tree=dj.Tree.of_branches((2, 1, 1))), draft, draft)
         found["speculative_dynamic_tree"] = Method(dj.Speculative(tree=grown), draft, draft)
     return found
-
-
-# Of SmolLM2's 30 layers those that change their input least, by `measure_draft_verify.py --what=skip`.
-SKIPPED = (13, 14, 15, 25, 26)

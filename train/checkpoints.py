@@ -202,7 +202,7 @@ class Checkpoints:
 
     def best_step(self) -> int:
         """The saved step that `dj.load` takes from the workdir: of the lowest metric, without metrics the newest."""
-        return min(self.all_steps(), key=lambda step: rank(step, self._metrics.get(step)))
+        return min(self.all_steps(), key=lambda step: rank(step, self.metric(step)))
 
     def wait(self) -> None:
         """Waits for the save under way.
