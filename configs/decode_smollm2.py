@@ -76,6 +76,17 @@ def get_config() -> ml_collections.ConfigDict:
     # Drafts with a part of the model, by exit_layer or skip_layers, or else with config.drafter="int8".
     config.self_speculative = drafting(exit_layer=placeholder(int), skip_layers=())
 
+    # Of models that were trained to write several tokens at once; each is decoded by the decoder of its objective.
+    config.nonautoregressive = ml_collections.ConfigDict({"length_beam": 1})
+    config.ctc = ml_collections.ConfigDict({"beam": 1, "top": 16, "length_bonus": 0.0})
+    config.mask_predict = ml_collections.ConfigDict({"iterations": 10, "length_beam": 1})
+    config.iterative_refinement = ml_collections.ConfigDict({"iterations": 4, "length_beam": 1})
+    config.group_autoregressive = ml_collections.ConfigDict()
+    config.segment_parallel = ml_collections.ConfigDict()
+    config.outline_then_fill = ml_collections.ConfigDict()
+    # Drafts with such a model, config.drafter, and verifies with config.model; `draft` is the drafter's decoder.
+    config.draft_then_verify = ml_collections.ConfigDict({"draft": "nonautoregressive", "num_draft": 8})
+
     # The model that drafts, of the same vocabulary: what `dj.load` takes, "int8" for a copy of the model with coarser
     # weights, "" for none.
     config.drafter = ""

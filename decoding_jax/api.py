@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,16 @@ import numpy as np
 from jax.sharding import Mesh
 
 from decoding_jax.decoders.autoregressive import Autoregressive
+from decoding_jax.decoders.canvas import Canvas
 from decoding_jax.loop import ALL_STEPS, Decoder, compile_clock, run, start
 from decoding_jax.masks import causal_mask
+from decoding_jax.ngram import NGram
 from decoding_jax.prepare import (
     Call,
     Prompts,
     check_draft_length,
+    check_second_model,
+    drafter_hint,
     encode_prompt,
     encode_prompts,
     prepare,
@@ -28,6 +32,7 @@ from decoding_jax.prepare import (
 from decoding_jax.rows import Context
 from decoding_jax.sampling import Sampling
 from decoding_jax.stops import NOT_ENDED, Automaton, Stop
+from decoding_jax.tracing import bytes_of, trace_canvases, trace_steps
 from decoding_jax.types import FINISH_REASONS, Array, DecodeOutput, Inputs, Model, Trace, TraceStep
 
 
@@ -42,6 +47,8 @@ def decode(
     stop: Stop = Stop(),
     seed: int = 0,
     row_ids: Sequence[int] | None = None,
+    lengths: Sequence[int] | None = None,
+    scorer: Model | NGram | None = None,
     mesh: Mesh | None = None,
     trace: bool = False,
     steps_per_call: int = ALL_STEPS,
@@ -60,6 +67,9 @@ def decode(
       seed: of all randomness, 0 to 2**32 - 1.
       row_ids: what each row's randomness is keyed by, default 0..B-1; a row with the same id, seed and
         prompt gives the same tokens in any batch.
+      lengths: how many tokens each row's output is to have, where that is known; for decoders that fill a canvas.
+      scorer: a second model, or an n-gram model, that ranks the candidates of a decoder that has several by the mean of
+        its own log-probabilities. Its calls are not counted.
       mesh: splits the rows over its "data" axis. Load the model with a `placement` on the same mesh, or its
         params are copied there in every call.
       trace: records every step; slower, the tokens are the same.
@@ -75,21 +85,31 @@ def decode(
         raise ValueError(f"steps_per_call={steps_per_call}: must be from 1 to {ALL_STEPS}")
     began = time.perf_counter()
     with compile_clock() as clock:
-        call = prepare(model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh, drafter=drafter)
-        check_decoder(decoder, call, "trace=True" if trace else "")
+        call = prepare(
+            model, prompts, max_new_tokens, sampling, stop, seed, row_ids, mesh, drafter=drafter, lengths=lengths
+        )
+        fills = isinstance(decoder, Canvas)
+        check_decoder(decoder, call, "trace=True" if trace and not fills else "")
+        if scorer is not None:
+            _check_scorer(scorer, model, call, decoder)
         state = start(decoder, call.ctx)
         steps: list[TraceStep] = []
         first: float | None = None
         while not bool(state.done.all()):
             # The first step alone gives the time to the first token; it is the same program.
             budget = 1 if trace or first is None else steps_per_call
+            before = jax.device_get((state.steps, state.status, state.tokens)) if trace and fills else None
             state = run(decoder, call.ctx, state, jnp.int32(budget))
             if trace:
-                steps += _trace_steps(model, call, state)
+                steps += (
+                    trace_steps(model, call, state) if before is None else trace_canvases(model, call, before, state)
+                )
             if first is None:
                 jax.block_until_ready(state.done)
                 first = time.perf_counter() - began - clock.seconds
-        output = decoder.finalize(call.ctx, state)
+        output = _first_rows(decoder.finalize(call.ctx, state), call.batch)
+        if scorer is not None:
+            output = _rescored(output, scorer, encode_prompts(model, prompts), mesh)
     total = time.perf_counter() - began - clock.seconds
     stats = dataclasses.replace(
         output.stats,
@@ -109,43 +129,34 @@ def check_decoder(decoder: Decoder, call: Call, needs_prefix: str = "") -> None:
     """
     if isinstance(decoder, type) or not hasattr(decoder, "step"):
         raise ValueError(f"decoder={decoder!r}: give a decoder such as Autoregressive() or PromptLookup(num_draft=4)")
-    if needs_prefix and not hasattr(decoder, "propose"):
-        name = type(decoder).__name__
+    name = type(decoder).__name__
+    if call.ctx.model.canvas is not None and not hasattr(decoder, "runs"):
+        objective = call.ctx.model.canvas.objective
+        raise ValueError(
+            f"decoder: {name} writes token by token, and this model was trained with {objective} to write several at "
+            f"once; use its own decoder (in configs {objective})"
+        )
+    if call.ctx.lengths is not None and not isinstance(decoder, Canvas):
+        raise ValueError(f"lengths: {name} writes until the text ends, whatever its length; leave it out")
+    if needs_prefix and not getattr(decoder, "grows_prefix", False):
         raise ValueError(f"{needs_prefix}: {name} may revise its output until the end; use decode without it")
     if takes_drafter(decoder) != (call.ctx.drafter is not None):
-        name = type(decoder).__name__
         if call.ctx.drafter is None:
-            raise ValueError(f"drafter: {name} needs a second model, and there is none; give one as drafter")
+            raise ValueError(f"drafter: {name} needs a second model, and there is none; give {drafter_hint(decoder)}")
         raise ValueError(f"drafter: {name} takes none; leave it out, or choose Speculative (in configs speculative)")
+    parallel = call.ctx.drafter is not None and call.ctx.drafter.canvas is not None
+    if parallel and not getattr(decoder, "drafts_in_parallel", False):
+        raise ValueError(
+            f"drafter: {name} drafts token by token, and this drafter writes several at once; use DraftThenVerify (in "
+            "configs draft_then_verify)"
+        )
     check_draft_length(decoder, call.left, "every prompt")
     if check := getattr(decoder, "check", None):
         check(call.ctx)
 
 
-def _trace_steps(model: Model, call: Call, state: Any) -> list[TraceStep]:
-    """The step that `state` ends with, one entry per row that it moved."""
-    rows = state.rows
-    record, tokens, length, calls = jax.device_get((state.record, rows.tokens, rows.length, state.model_calls))
-    steps = []
-    for row in range(call.batch):
-        if count := int(record.emitted[row]):
-            emitted = tuple(tokens[row, length[row] - count : length[row]].tolist())
-            proposed = tuple(record.proposed[row][record.verifiable[row]].tolist())
-            text = None
-            if model.tokenizer is not None:
-                text = _bytes_of(model, emitted).decode("utf-8", errors="replace")
-            steps.append(TraceStep(int(calls[row]) - 1, row, proposed, int(record.accepted[row]), emitted, text))
-    return steps
-
-
-def _bytes_of(model: Model, tokens: Iterable[int]) -> bytes:
-    """What tokens add to the text; ids of a padded vocabulary that no token has add nothing."""
-    table = model.tokenizer.token_bytes
-    return b"".join(table[t] for t in tokens if t < len(table))
-
-
 def _text_of(model: Model, call: Call, tokens: np.ndarray) -> str:
-    data = _bytes_of(model, tokens)
+    data = bytes_of(model, tokens)
     if call.automaton is not None:
         data = call.automaton.cut(data)
     return data.decode("utf-8", errors="replace")
@@ -164,8 +175,7 @@ def _first_rows(output: DecodeOutput, batch: int) -> DecodeOutput:
 
 
 def _with_text(model: Model, call: Call, output: DecodeOutput) -> DecodeOutput:
-    """Drops padding rows and adds the text where there is a tokenizer."""
-    output = _first_rows(output, call.batch)
+    """Adds the text where there is a tokenizer."""
     candidates = output.candidates
     if model.tokenizer is None:
         return output
@@ -174,6 +184,52 @@ def _with_text(model: Model, call: Call, output: DecodeOutput) -> DecodeOutput:
         both = zip(candidates.tokens, candidates.lengths, strict=True)
         candidates = dataclasses.replace(candidates, text=[texts(t, n) for t, n in both])
     return dataclasses.replace(output, text=texts(output.tokens, output.lengths), candidates=candidates)
+
+
+def _check_scorer(scorer: Any, model: Model, call: Call, decoder: Decoder) -> None:
+    """ValueError where a second model cannot rank what a decoder finds."""
+    if not isinstance(scorer, Model | NGram):
+        raise ValueError(f"scorer={scorer!r}: give a Model, such as dj.load gives, or an NGram")
+    if max(getattr(decoder, name, 1) for name in ("num_candidates", "beam", "n_best")) < 2:
+        raise ValueError(
+            f"scorer: {decoder!r} has one candidate and leaves nothing to choose; give it a length_beam, beam or "
+            "n_best above 1, or no scorer"
+        )
+    if isinstance(scorer, NGram):
+        if scorer.vocab_size != model.vocab_size:
+            raise ValueError(f"scorer: its vocabulary has {scorer.vocab_size} ids and the model's {model.vocab_size}")
+        return
+    if scorer.canvas is not None:
+        raise ValueError(
+            f"scorer: it was trained with {scorer.canvas.objective}; give a model that writes token by token"
+        )
+    sources = call.ctx.source_lengths
+    longest = max(int(call.ctx.limits.max()), 0 if sources is None else int(sources.max()))
+    check_second_model(model, scorer, longest, "scorer")
+
+
+def _rescored(output: DecodeOutput, scorer: Model | NGram, prompts: list[list[int]], mesh: Mesh | None) -> DecodeOutput:
+    """The candidates in the order of a second model's mean log-probability, and its best as the output."""
+    found = output.candidates
+    assert found is not None  # `_check_scorer` has seen that there are several
+    batch, count = found.lengths.shape
+    if isinstance(scorer, NGram):
+        totals = scorer.totals(found.tokens.reshape(batch * count, -1), found.lengths.reshape(-1))
+    else:
+        outputs = [found.tokens[row, n, : found.lengths[row, n]].tolist() for row in range(batch) for n in range(count)]
+        totals = score(scorer, [prompts[row] for row in range(batch) for _ in range(count)], outputs, mesh=mesh).totals
+    means = totals.reshape(batch, count) / np.maximum(found.lengths, 1)
+    scores = np.where(found.lengths > 0, means, -np.inf).astype(np.float32)
+    found = found.ranked_by(scores)
+    return dataclasses.replace(
+        output,
+        tokens=found.tokens[:, 0],
+        lengths=found.lengths[:, 0],
+        log_probs=found.log_probs[:, 0],
+        finish_reason=[row[0] for row in found.finish_reason],
+        stats=dataclasses.replace(output.stats, tokens=found.lengths[:, 0]),
+        candidates=found,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -253,7 +309,7 @@ def _stream(model: Model, call: Call, decoder: Decoder) -> Iterator[StreamChunk]
                 continue
             seen[row], closed[row], text = length[row], final, ""
             if model.tokenizer is not None:
-                text = texts[row].feed(_bytes_of(model, new), final)
+                text = texts[row].feed(bytes_of(model, new), final)
             yield StreamChunk(row, new, text, FINISH_REASONS[reason[row]] if final else None)
         if not all(closed):
             state = run(decoder, call.ctx, state, jnp.int32(1))
@@ -345,6 +401,11 @@ def score(model: Model, prompts: Prompts, continuations: Prompts, *, mesh: Mesh 
     Raises:
       ValueError: an argument does not fit.
     """
+    if model.canvas is not None:
+        raise ValueError(
+            f"model: it was trained with {model.canvas.objective}, so its tokens have no log-probability given those "
+            "before; score with a model that writes token by token"
+        )
     first = encode_prompts(model, prompts)
     second = _encode_continuations(model, continuations, len(first))
     sources = None

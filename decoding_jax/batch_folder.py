@@ -79,7 +79,7 @@ def keep_spooled(path: Path, folder: Path) -> Path:
 
 
 def check_folder(folder: Path, plan: dict[str, Any]) -> None:
-    """Refuses a folder that holds parts of another job.
+    """Refuses a folder that holds a model or parts of another job.
 
     Args:
       folder: the output folder.
@@ -88,6 +88,8 @@ def check_folder(folder: Path, plan: dict[str, Any]) -> None:
     Raises:
       ValueError: what is different, and the remedy.
     """
+    if (folder / "config.json").exists():
+        raise ValueError(f"output={str(folder)!r} holds a model; choose another --output")
     if not any(folder.glob(PARTS)):
         return
     try:

@@ -4,7 +4,7 @@ Everything follows from the input and the settings alone, so that a job can stop
 later, and its parts are the same bytes as if it had never stopped:
 
     row id    the number of its line, counted from 0 over all files: randomness depends on nothing else
-    groups    rows whose prompts have the same length bucket, in input order
+    groups    rows whose prompts have the same length bucket, in input order; those told their output's length apart
     batches   `batch_size` rows of a group; its last batch is filled up with copies that are dropped
     parts     `batches_per_part` batches, in a file that appears whole or not at all
 
@@ -26,6 +26,7 @@ from decoding_jax.api import check_decoder, decode
 from decoding_jax.batch_folder import PARTS, find_parts, json_lines
 from decoding_jax.batch_rows import Batch, Row, part_names
 from decoding_jax.checkpoints.cache_files import sha256_of_file, write_atomically
+from decoding_jax.checks import check_whole
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import Decoder
 from decoding_jax.prepare import prepare
@@ -58,8 +59,7 @@ class Job:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "batches_per_part"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least 1")
+            check_whole(name, getattr(self, name), 1)
 
 
 def check_job(model: Model, job: Job) -> None:
@@ -74,7 +74,17 @@ def check_job(model: Model, job: Job) -> None:
             f"{model.max_length}; choose a smaller budget"
         )
     call = prepare(
-        model, [[0]], job.max_new_tokens, job.sampling, job.stop, job.seed, None, job.mesh, drafter=job.drafter
+        model,
+        [[0]],
+        job.max_new_tokens,
+        job.sampling,
+        job.stop,
+        job.seed,
+        None,
+        job.mesh,
+        drafter=job.drafter,
+        # The lines must have lengths where the model has no head for them.
+        lengths=[1] if model.needs_lengths and job.max_new_tokens else None,
     )
     check_decoder(job.decoder, call)
 
@@ -180,6 +190,7 @@ def run_job(
 
 
 def _decode_batch(model: Model, job: Job, rows: Sequence[Row]) -> DecodeOutput:
+    told = [row.length for row in rows if row.length is not None]
     return decode(
         model,
         [row.prompt for row in rows],
@@ -190,6 +201,7 @@ def _decode_batch(model: Model, job: Job, rows: Sequence[Row]) -> DecodeOutput:
         stop=job.stop,
         seed=job.seed,
         row_ids=[row.number for row in rows],
+        lengths=told or None,
         mesh=job.mesh,
         steps_per_call=_STEPS_PER_CALL,
     )

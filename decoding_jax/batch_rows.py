@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from decoding_jax.checks import is_whole
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.loop import Decoder
 from decoding_jax.prepare import bucket, check_draft_length, check_length, context_left, encode_prompt
@@ -25,11 +26,13 @@ class Row:
       number: of its line, counted from 0 over all files.
       id: as the user gave it.
       prompt: i32[T], token ids.
+      length: how many tokens the output is to have, of models that fill a canvas; None where the line does not say.
     """
 
     number: int
     id: str | int
     prompt: np.ndarray
+    length: int | None = None
 
 
 def read_rows(
@@ -40,6 +43,8 @@ def read_rows(
     drafter: Model | None = None,
 ) -> tuple[list[Row], list[dict[str, Any]]]:
     """Reads files of JSON lines, each {"id", and one of "prompt", "messages", "tokens"} (or "source", "tokens").
+
+    With a model that fills a canvas a line may have a "length" too, that of its output in tokens.
 
     Args:
       model: its tokenizer makes ids of text, once.
@@ -67,7 +72,8 @@ def read_rows(
             seen.add(identity)
             field, ids = _prompt(model, fields)
             _check_room(model, drafter, decoder, ids, max_new_tokens, field)
-            rows.append(Row(number, identity, np.array(ids, np.int32)))
+            length = _length(model, fields, max_new_tokens)
+            rows.append(Row(number, identity, np.array(ids, np.int32), length))
         except ValueError as error:
             errors.append(place | {"reason": str(error)})
     return rows, errors
@@ -131,6 +137,21 @@ def _prompt(model: Model, fields: dict[str, Any]) -> tuple[str, list[int]]:
     return name, encode_prompt(model, value, name)
 
 
+def _length(model: Model, fields: dict[str, Any], most: int) -> int | None:
+    """The "length" of a line; None where it has none. ValueError where it cannot be used."""
+    taken = model.canvas is not None and model.canvas.takes_lengths
+    if "length" not in fields:
+        if model.needs_lengths:
+            raise ValueError("has no length, and this model cannot choose one; give every line its own")
+        return None
+    if not taken:
+        raise ValueError("has a length, but this model finds it while it writes; leave it out")
+    length = fields["length"]
+    if not is_whole(length) or not 1 <= length <= most:
+        raise ValueError(f"length={length!r}: must be a whole number from 1 to max_new_tokens={most}")
+    return int(length)
+
+
 def _check_room(
     model: Model, drafter: Model | None, decoder: Decoder, ids: list[int], max_new_tokens: int, name: str
 ) -> None:
@@ -160,15 +181,17 @@ class Batch:
         return [*self.rows, *[self.filler] * (batch_size - len(self.rows))]
 
 
-def plan_parts(lengths: Sequence[int], batch_size: int, batches_per_part: int) -> list[list[Batch]]:
-    """The batches of each part, from the prompts' lengths.
+def plan_parts(
+    lengths: Sequence[int], batch_size: int, batches_per_part: int, kinds: Sequence[bool] | None = None
+) -> list[list[Batch]]:
+    """The batches of each part, from the prompts' lengths; rows of different kinds share none.
 
     >>> [[batch.rows for batch in part] for part in plan_parts([3, 70, 5, 9], 2, 1)]
     [[(0, 2)], [(3,)], [(1,)]]
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[tuple[bool, int], list[int]] = {}
     for row, length in enumerate(lengths):
-        groups.setdefault(bucket(length), []).append(row)
+        groups.setdefault((kinds is not None and kinds[row], bucket(length)), []).append(row)
     batches = []
     for _, group in sorted(groups.items()):
         longest = max(group, key=lambda row: lengths[row])

@@ -77,7 +77,7 @@ def _on_compile_event(event: str, duration_secs: float, **metadata: str | int) -
             clock.programs += event.endswith("backend_compile_duration")
 
 
-_TIMED = {"start", "run", "score_tokens"}
+_TIMED = {"start", "run", "score_tokens", "_endings", "_joined"}
 jax.monitoring.register_event_duration_secs_listener(_on_compile_event)
 
 

@@ -14,6 +14,15 @@ def causal_mask(positions: Array, capacity: int) -> Array:
     return jnp.arange(capacity)[None, None, :] <= positions[:, :, None]
 
 
+def group_mask(positions: Array, group: int, capacity: int) -> Array:
+    """Causal over groups: places i32[B, T] see all slots up to the end of their own group: bool[B, T, S].
+
+    >>> group_mask(jnp.asarray([[1, 2]]), 2, 5)[0].astype(int).tolist()
+    [[1, 1, 0, 0, 0], [1, 1, 1, 1, 0]]
+    """
+    return jnp.arange(capacity)[None, None] < ((positions // group + 1) * group)[:, :, None]
+
+
 def ancestors(parents: Array) -> Array:
     """Which nodes lie on the way from the root to each node, itself included.
 

@@ -7,7 +7,6 @@ the remedy.
 from __future__ import annotations
 
 import dataclasses
-import numbers
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from decoding_jax.checks import is_whole
 from decoding_jax.rows import ROW_FIELDS, Context
 from decoding_jax.sampling import Sampling, sampling_arrays
 from decoding_jax.stops import Automaton, Stop, stop_arrays, stop_automaton
@@ -38,10 +38,6 @@ def bucket(size: int) -> int:
     return found
 
 
-def _is_id(value: Any) -> bool:
-    return isinstance(value, numbers.Integral) and not isinstance(value, bool)
-
-
 def _as_list(prompts: Prompts) -> list[Prompt]:
     """One prompt or several, as a list of prompts."""
     if isinstance(prompts, np.ndarray):
@@ -50,7 +46,7 @@ def _as_list(prompts: Prompts) -> list[Prompt]:
         return [prompts]
     if not isinstance(prompts, Sequence) or not prompts:
         raise ValueError(f"prompts={prompts!r}: give a text, chat messages, token ids, or a list of one of these")
-    if isinstance(prompts[0], Mapping) or _is_id(prompts[0]):
+    if isinstance(prompts[0], Mapping) or is_whole(prompts[0]):
         return [prompts]  # type: ignore[list-item]
     return list(prompts)  # type: ignore[arg-type]
 
@@ -79,7 +75,7 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
     if not ids:
         raise ValueError(f"{name} is empty: a model continues something; give at least one token (its BOS id, say)")
     for i in ids:
-        if not _is_id(i) or not 0 <= i < model.vocab_size:
+        if not is_whole(i) or not 0 <= i < model.vocab_size:
             raise ValueError(f"{name}: {i!r} is not a token id of this model; ids run from 0 to {model.vocab_size - 1}")
     return [int(i) for i in ids]
 
@@ -146,6 +142,11 @@ def takes_drafter(decoder: Any) -> bool:
     return bool(getattr(decoder, "takes_drafter", False))
 
 
+def drafter_hint(decoder: Any) -> str:
+    """What to give a decoder that lacks its second model, for errors."""
+    return getattr(decoder, "drafter_hint", "a drafter")
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A checked call: the compiled loop's context, and what the host needs to read its result.
@@ -182,6 +183,7 @@ def prepare(
     mesh: Mesh | None,
     sources: Sequence[Sequence[int]] | None = None,
     drafter: Model | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> Call:
     """Checks a call and lays it out in buckets; see `decode` for the arguments.
 
@@ -193,25 +195,28 @@ def prepare(
         sources, ids = ids, [[model.start_id]] * len(ids)
     for i, source in enumerate(sources or ()):
         check_length(model, source, 0, f"prompts[{i}]")
-    if not _is_id(max_new_tokens) or max_new_tokens < 0:
+    if not is_whole(max_new_tokens) or max_new_tokens < 0:
         raise ValueError(f"max_new_tokens={max_new_tokens!r}: must be a whole number of at least 0")
     for i, prompt in enumerate(ids):
         check_length(model, prompt, max_new_tokens, f"prompts[{i}]")
+    if not isinstance(drafter, Model | None):
+        raise ValueError(f"drafter={drafter!r}: give a Model, such as dj.load gives")
     if drafter is not None:
         longest_source = max(map(len, sources or [[]]))
-        check_drafter(model, drafter, max(longest_source, max(map(len, ids)) + max_new_tokens))
-    if not _is_id(seed) or not 0 <= seed < 2**32:
+        longest = max(longest_source, max(map(len, ids)) + max_new_tokens)
+        check_second_model(model, drafter, longest, "drafter")
+    if not is_whole(seed) or not 0 <= seed < 2**32:
         raise ValueError(f"seed={seed!r}: must be a whole number from 0 to 2**32 - 1")
     batch = len(ids)
     rows = list(range(batch)) if row_ids is None else list(row_ids)
-    if len(rows) != batch or not all(_is_id(r) and 0 <= r < 2**31 for r in rows):
+    if len(rows) != batch or not all(is_whole(r) and 0 <= r < 2**31 for r in rows):
         raise ValueError(f"row_ids={rows!r}: give one whole number from 0 to 2**31 - 1 for each of the {batch} prompts")
     shards = _data_shards(mesh)
     padded = -(-batch // shards) * shards
 
-    lengths = np.ones((padded,), np.int32)
-    lengths[:batch] = [len(p) for p in ids]
-    longest = int(lengths.max())
+    prompt_lengths = np.ones((padded,), np.int32)
+    prompt_lengths[:batch] = [len(p) for p in ids]
+    longest = int(prompt_lengths.max())
     tokens = np.zeros((padded, bucket(longest + max_new_tokens)), np.int32)
     for row, prompt in zip(tokens, ids, strict=False):
         row[: len(prompt)] = prompt
@@ -224,8 +229,8 @@ def prepare(
     host: Any = {
         "params": (),
         "prompts": tokens,
-        "prompt_lengths": lengths,
-        "limits": lengths + np.where(np.arange(padded) < batch, max_new_tokens, 0).astype(np.int32),
+        "prompt_lengths": prompt_lengths,
+        "limits": prompt_lengths + np.where(np.arange(padded) < batch, max_new_tokens, 0).astype(np.int32),
         "row_ids": np.array([*rows, *[0] * (padded - batch)], np.int32),
         "seed": np.uint32(seed),
         "sampling": jax.tree.map(lambda x: np.pad(x, (0, padded - batch), mode="edge"), sampling_rows),
@@ -233,40 +238,57 @@ def prepare(
         "stops": stops,
         "sources": source_tokens,
         "source_lengths": source_lengths,
+        "lengths": _lay_out_lengths(lengths, batch, padded, max_new_tokens),
     }
     ctx = Context(**host, model=model.spec, drafter=None if drafter is None else drafter.spec)
     left = context_left(model, drafter, min(map(len, ids)))
     return Call(_place(ctx, model, drafter, mesh), batch, automaton, left)
 
 
-def check_drafter(model: Model, drafter: Model, longest: int) -> None:
-    """ValueError where a draft model's tokens mean something else, or `longest` tokens do not fit into it."""
-    if (model.encode is None) != (drafter.encode is None) or model.start_id != drafter.start_id:
+def check_second_model(model: Model, second: Model, longest: int, name: str) -> None:
+    """ValueError where the tokens of a second model, called `name`, mean something else, or `longest` do not fit it."""
+    if (model.encode is None) != (second.encode is None) or model.start_id != second.start_id:
         raise ValueError(
-            "drafter: the draft model and the target must both be decoder-only, or both encoder-decoders "
-            "with one start_id"
+            f"{name}: it and the target must both be decoder-only, or both encoder-decoders with one start_id"
         )
-    if model.tokenizer is not None and drafter.tokenizer is not None:
-        ours, theirs = model.tokenizer.token_bytes, drafter.tokenizer.token_bytes
+    _check_vocabulary(model, second, name)
+    if second.max_length is not None and longest > second.max_length:
+        raise ValueError(
+            f"{name}: its context is {second.max_length}, and the longest prompt and budget need {longest}; shorten "
+            "them, or give another model"
+        )
+
+
+def _check_vocabulary(model: Model, other: Model, name: str) -> None:
+    """ValueError where the tokens of another model, called `name`, mean something else than the model's."""
+    if model.tokenizer is not None and other.tokenizer is not None:
+        ours, theirs = model.tokenizer.token_bytes, other.tokenizer.token_bytes
         differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
         if differ or len(ours) != len(theirs):
             first = f"they have {len(ours)} and {len(theirs)} tokens"
             if differ:
                 first = f"token {differ[0]} is {ours[differ[0]]!r} and {theirs[differ[0]]!r}"
             raise ValueError(
-                f"drafter: its vocabulary is not the target's ({first}); draft with a model that was trained with "
-                "the same tokenizer"
+                f"{name}: its vocabulary is not the target's ({first}); give a model that was trained with the same "
+                "tokenizer"
             )
-    elif model.vocab_size != drafter.vocab_size:
+    elif model.vocab_size != other.vocab_size:
         raise ValueError(
-            f"drafter: its vocabulary has {drafter.vocab_size} ids and the target's {model.vocab_size}; "
-            "draft with a model of the same vocabulary"
+            f"{name}: its vocabulary has {other.vocab_size} ids and the target's {model.vocab_size}; give a model of "
+            "the same vocabulary"
         )
-    if drafter.max_length is not None and longest > drafter.max_length:
+
+
+def _lay_out_lengths(lengths: Sequence[int] | None, batch: int, padded: int, most: int) -> np.ndarray | None:
+    """Given output lengths as i32[B], 0 in padding rows; ValueError where one is not from 1 to `most`."""
+    if lengths is None:
+        return None
+    given = np.asarray(lengths).tolist()
+    if not isinstance(given, list) or len(given) != batch or not all(is_whole(n) and 1 <= n <= most for n in given):
         raise ValueError(
-            f"drafter: its context is {drafter.max_length}, and the longest prompt and budget need {longest}; shorten "
-            "them, or draft with another model"
+            f"lengths={lengths!r}: give one whole number from 1 to max_new_tokens={most} for each of the {batch} rows"
         )
+    return np.array([*given, *[0] * (padded - batch)], np.int32)
 
 
 def _lay_out_sources(

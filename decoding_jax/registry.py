@@ -8,24 +8,43 @@ from typing import Any, TypeVar
 
 from decoding_jax.decoders.autoregressive import Autoregressive
 from decoding_jax.decoders.beam import Beam
+from decoding_jax.decoders.ctc import CTC
+from decoding_jax.decoders.draft_then_verify import DraftThenVerify
+from decoding_jax.decoders.group_autoregressive import GroupAutoregressive
+from decoding_jax.decoders.iterative_refinement import IterativeRefinement
 from decoding_jax.decoders.jacobi import Jacobi
 from decoding_jax.decoders.lookahead import Lookahead
+from decoding_jax.decoders.mask_predict import MaskPredict
+from decoding_jax.decoders.nonautoregressive import NonAutoregressive
+from decoding_jax.decoders.outline_then_fill import OutlineThenFill
 from decoding_jax.decoders.prompt_lookup import PromptLookup
+from decoding_jax.decoders.segment_parallel import SegmentParallel
 from decoding_jax.decoders.self_speculative import SelfSpeculative
 from decoding_jax.decoders.speculative import Speculative
 from decoding_jax.loop import Decoder
-from decoding_jax.prepare import takes_drafter
+from decoding_jax.prepare import drafter_hint, takes_drafter
 from decoding_jax.trees import DynamicTree, Tree
 
 DECODERS: Mapping[str, type[Decoder]] = {
     "autoregressive": Autoregressive,
     "beam": Beam,
+    "ctc": CTC,
+    "draft_then_verify": DraftThenVerify,
+    "group_autoregressive": GroupAutoregressive,
+    "iterative_refinement": IterativeRefinement,
     "jacobi": Jacobi,
     "lookahead": Lookahead,
+    "mask_predict": MaskPredict,
+    "nonautoregressive": NonAutoregressive,
+    "outline_then_fill": OutlineThenFill,
     "prompt_lookup": PromptLookup,
+    "segment_parallel": SegmentParallel,
     "self_speculative": SelfSpeculative,
     "speculative": Speculative,
 }
+
+# Settings that are objects of Python, which configs cannot write, and what goes with them.
+OBJECTS = ("language_model", "language_model_weight")
 
 T = TypeVar("T")
 
@@ -82,8 +101,19 @@ def read_layers(value: Any) -> tuple[int, ...]:
     return tuple(value)
 
 
+def read_draft(value: Any) -> Any:
+    """How a parallel drafter decodes: a decoder's name with its defaults, or a decoder.
+
+    >>> read_draft("mask_predict").iterations
+    10
+    """
+    if isinstance(value, str) and value in DECODERS:
+        return DECODERS[value]()
+    return value
+
+
 # Settings that configs write otherwise than decoders take them.
-_READERS: Mapping[str, Callable[[Any], Any]] = {"tree": read_tree, "skip_layers": read_layers}
+_READERS: Mapping[str, Callable[[Any], Any]] = {"tree": read_tree, "skip_layers": read_layers, "draft": read_draft}
 
 
 def make_decoder(name: str, settings: Mapping[str, Any], *, has_drafter: bool = False) -> Decoder:
@@ -109,7 +139,7 @@ def make_decoder(name: str, settings: Mapping[str, Any], *, has_drafter: bool = 
     decoder = from_settings(DECODERS[name], name, read)
     if takes_drafter(decoder) and not has_drafter:
         raise ValueError(
-            f"decoder={name!r} drafts with a second model, and none is given; give a drafter where there is a setting "
-            "for it, or choose another decoder"
+            f"decoder={name!r} drafts with a second model, and none is given; give {drafter_hint(decoder)}, or "
+            "choose another decoder"
         )
     return decoder

@@ -35,6 +35,7 @@ class Context:
       stops: what ends a row.
       sources: i32[B, M], what an encoder-decoder encodes; None for other models.
       source_lengths: i32[B].
+      lengths: i32[B], how long the outputs are to be, where a call says so; else None.
       drafter_params: the weights of a second model that drafts.
       model: the static part of the model.
       drafter: the static part of the second model; None where there is none.
@@ -52,6 +53,7 @@ class Context:
     stops: StopArrays
     sources: Array | None = None
     source_lengths: Array | None = None
+    lengths: Array | None = None
     drafter_params: PyTree = ()
     model: ModelSpec = struct.field(pytree_node=False, kw_only=True)
     drafter: ModelSpec | None = struct.field(pytree_node=False, default=None)
@@ -69,10 +71,12 @@ class Context:
     def init_cache(self, capacity: int) -> Cache:
         """A cache with `capacity` slots for each row, empty but for the memory of its encoded source."""
         cache = self.model.init_cache(self.prompts.shape[0], capacity)
-        if self.model.encode is None:
-            return cache
-        memory = self.model.encode(self.params, self.sources, self.source_lengths)
-        return dataclasses.replace(cache, rows=memory)
+        return cache if self.model.encode is None else dataclasses.replace(cache, rows=self.encode())
+
+    def encode(self) -> PyTree:
+        """The memory of every row's source."""
+        assert self.model.encode is not None  # of an encoder-decoder
+        return self.model.encode(self.params, self.sources, self.source_lengths)
 
     def readout(self, hidden: Array) -> Array:
         # Softmax, log-probabilities and noise are float32 whatever the model computes in.
@@ -114,7 +118,7 @@ class Context:
 _LARGEST_CHUNK = 128  # positions of a prefill call
 
 # Those with a row axis.
-ROW_FIELDS = ("prompts", "prompt_lengths", "limits", "row_ids", "sampling", "sources", "source_lengths")
+ROW_FIELDS = ("prompts", "prompt_lengths", "limits", "row_ids", "sampling", "sources", "source_lengths", "lengths")
 
 
 @struct.dataclass

@@ -31,6 +31,14 @@ from decoding_jax.types import Array
 Number = float | Sequence[float] | np.ndarray
 TopK = Callable[[Array, int], tuple[Array, Array]]
 
+# The settings that count the text before a token, and what turns them off.
+HISTORY_OFF: Mapping[str, float] = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+}
+
 # What a draw is for; part of its key, so that two uses of one position never share noise.
 TARGET, ACCEPTANCE, RESIDUAL = range(3)
 
@@ -285,33 +293,45 @@ def filter_logits(sampling: SamplingArrays, logits: Array) -> Array:
 
 
 def noise_key(
-    seed: Array, row: Array, position: Array, purpose: int = TARGET, candidate: int = 0, rank: int = 0
+    seed: Array, row: Array, position: Array, purpose: int = TARGET, candidate: Array | int = 0, step: Array | int = 0
 ) -> Array:
-    """The key of one draw: (seed, row id, candidate, position in the row, purpose, sibling rank) and nothing else.
+    """The key of one draw: (seed, row id, candidate, position in the row, purpose, step) and nothing else.
 
+    The step counts where a place is drawn more than once, as canvas methods do; elsewhere it is 0.
     So what a row draws does not depend on its batch mates, on padding, on devices or on how many drafts
     were tried. The generator is named, since the default one can be changed globally.
     """
     key = jax.random.key(seed, impl="threefry2x32")
-    for part in (row, candidate, position, purpose, rank):
+    for part in (row, candidate, position, purpose, step):
         key = jax.random.fold_in(key, part)
     return key
 
 
-def position_noise(seed: Array, rows: Array, positions: Array, vocab_size: int, purpose: int = TARGET) -> Array:
-    """Gumbel noise f32[B, V] of a draw, for row ids i32[B] at positions i32[B].
+def position_noise(
+    seed: Array,
+    rows: Array,
+    positions: Array,
+    vocab_size: int,
+    purpose: int = TARGET,
+    candidates: Array | None = None,
+    steps: Array | None = None,
+) -> Array:
+    """Gumbel noise f32[B, V] of a draw, for row ids i32[B] at positions i32[B], of candidates and steps i32[B].
 
     -log of an exponential variable. All 32 random bits go where draws are decided, into its smallest values (the right
     tail, up to 22.9), so that a token's probability is exact to 2**-32. jax.random.gumbel(mode="low") has 23 bits and
     coarse tails, and mode="high" takes twice as long.
     """
 
-    def one(row: Array, position: Array) -> Array:
-        bits = jax.random.bits(noise_key(seed, row, position, purpose), (vocab_size,), jnp.uint32)
+    def one(row: Array, position: Array, candidate: Array, step: Array) -> Array:
+        key = noise_key(seed, row, position, purpose, candidate, step)
+        bits = jax.random.bits(key, (vocab_size,), jnp.uint32)
         uniform = (bits.astype(jnp.float32) + 0.5) * 2.0**-32
         return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1.0 - 2.0**-24)))
 
-    return jax.vmap(one)(rows, positions)
+    zeros = jnp.zeros_like(rows)
+    parts = (zeros if part is None else part for part in (candidates, steps))
+    return jax.vmap(one)(rows, positions, *parts)
 
 
 def _best(values: Array) -> Array:
@@ -325,7 +345,15 @@ def _best(values: Array) -> Array:
     return at_best.min(axis=-1)
 
 
-def draw(sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, logits: Array) -> Array:
+def draw(
+    sampling: SamplingArrays,
+    seed: Array,
+    rows: Array,
+    positions: Array,
+    logits: Array,
+    candidates: Array | None = None,
+    steps: Array | None = None,
+) -> Array:
     """Draws each row's token at its position: argmax of log p + noise (Gumbel-max), argmax where greedy.
 
     Args:
@@ -333,13 +361,14 @@ def draw(sampling: SamplingArrays, seed: Array, rows: Array, positions: Array, l
       seed: u32[].
       rows, positions: i32[B], row ids and the positions that are filled.
       logits: processed, f32[B, V].
+      candidates, steps: i32[B], what else keys the noise where a row has several candidates, or draws a place again.
 
     Returns:
       i32[B].
     """
 
     def sample(logits: Array) -> Array:
-        noise = position_noise(seed, rows, positions, logits.shape[-1])
+        noise = position_noise(seed, rows, positions, logits.shape[-1], candidates=candidates, steps=steps)
         return _best(filter_logits(sampling, logits) + noise)
 
     greedy_for_all = (sampling.temperature <= 0.0).all()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import jax.numpy as jnp
 import numpy as np
 
+from decoding_jax.checks import check_whole, is_whole
 from decoding_jax.sampling import TopK
 from decoding_jax.types import Array
 
@@ -33,11 +34,13 @@ class Tree:
     paths: tuple[tuple[int, ...], ...]
 
     def __post_init__(self) -> None:
-        paths = [tuple(int(rank) for rank in path) for path in self.paths]
+        if not all(isinstance(each, Sequence) for each in (self.paths, *self.paths)):
+            raise ValueError(f"tree: {self.paths!r} is no list of paths; give some such as ((0,), (1,), (0, 0))")
+        paths = [tuple(path) for path in self.paths]
         if not paths:
             raise ValueError("tree: there is no path; give at least ((0,),)")
         for path in paths:
-            if not path or min(path) < 0:
+            if not path or not all(map(is_whole, path)) or min(path) < 0:
                 raise ValueError(f"tree: {path} is no path; give ranks of siblings from 0, one for each depth")
             if paths.count(path) > 1:
                 raise ValueError(f"tree: the path {path} is there twice")
@@ -54,8 +57,8 @@ class Tree:
         >>> Tree.of_branches((2, 1)).paths
         ((0,), (1,), (0, 0), (1, 0))
         """
-        if not branches or min(branches) < 1:
-            raise ValueError(f"branches={tuple(branches)}: give the children of a node at each depth, at least 1")
+        if not isinstance(branches, Sequence) or not branches or not all(is_whole(n) and n > 0 for n in branches):
+            raise ValueError(f"branches={branches!r}: give the children of a node at each depth, at least 1")
         ranges = [range(count) for count in branches]
         return cls(tuple(path for d in range(len(ranges)) for path in itertools.product(*ranges[: d + 1])))
 
@@ -73,6 +76,10 @@ class Tree:
     def siblings(self) -> int:
         """The most children of a node."""
         return max(path[-1] for path in self.paths) + 1
+
+    def nodes_within(self, depth: int) -> int:
+        """How many proposals are at most that deep."""
+        return sum(len(path) <= depth for path in self.paths)
 
     @functools.cached_property
     def parents(self) -> tuple[int, ...]:
@@ -98,7 +105,8 @@ class DynamicTree:
     """A draft whose shape follows the drafter's own probabilities (Li et al., EAGLE-2, 2024).
 
     At every depth the `width` most probable nodes, each by the product of the probabilities on its path, get `width`
-    children; of all nodes the `size` most probable are verified.
+    children; of all nodes the `size` most probable are verified. Children are drawn: above temperature 0 they are not
+    the most probable tokens, though ranked by the drafter's own probability.
 
     Attributes:
       size: W, the proposals of a round.
@@ -116,8 +124,7 @@ class DynamicTree:
 
     def __post_init__(self) -> None:
         for name in ("size", "depth", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"tree: {name}={getattr(self, name)}: must be at least 1")
+            check_whole(f"tree: {name}", getattr(self, name), 1)
         least, most = (self.depth - 1) * self.width, self.width + (self.depth - 1) * self.width**2
         if not least <= self.size <= most:
             raise ValueError(
@@ -129,6 +136,10 @@ class DynamicTree:
     def siblings(self) -> int:
         """The most children of a node."""
         return self.width
+
+    def nodes_within(self, depth: int) -> int:
+        """How many proposals are at most that deep in a tree that ends there."""
+        return min(self.size, self.width + (depth - 1) * self.width**2)
 
 
 def most_probable(log_probs: Array, parents: Array, count: int, top_k: TopK) -> tuple[Array, Array]:

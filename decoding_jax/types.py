@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -71,7 +71,66 @@ class Cache:
     rows: PyTree = ()
 
 
+@dataclasses.dataclass(frozen=True)
+class CanvasSpec:
+    """What a model that fills a whole canvas was trained to see. Decoders obey it, so that nothing can be mismatched.
+
+    Attributes:
+      objective: what it was trained for, an objective's name such as "mask_predict".
+      mask_id: the token that stands at hidden positions; CTC's blank, and what deletes a segment. It is never emitted.
+      source_copy: what stands in the first canvas. "none": mask_id. "uniform": position j of a canvas of n holds the
+        source's token round(j (m - 1) / (n - 1)) of m (Gu et al. 2018). "soft": a mean of all the source's embeddings,
+        with weights softmax(-|i - j (m - 1) / (n - 1)| / 0.3) (compare Wei et al. 2019).
+      length_head: what the model's distribution over lengths is about: canvas "lengths" 0, 1, 2, ...; "offsets" of
+        these from the source's length; "gaps" of 0, 1, 2, ... places before the next token of an outline; or "none"
+        where it has none.
+      length_classes: how many of these; offsets run from -(length_classes // 2).
+      upsample: canvas positions for each token of the source (CTC); 0 where a length is chosen instead.
+      group: how many tokens are predicted at once (group_autoregressive), or in how many segments (segment_parallel).
+    """
+
+    objective: str
+    mask_id: int
+    source_copy: Literal["none", "uniform", "soft"] = "none"
+    length_head: Literal["none", "lengths", "offsets", "gaps"] = "none"
+    length_classes: int = 0
+    upsample: int = 0
+    group: int = 0
+
+    def __post_init__(self) -> None:
+        for name, choices in (("source_copy", SOURCE_COPIES), ("length_head", LENGTH_HEADS)):
+            if getattr(self, name) not in choices:
+                raise ValueError(f"{name}={getattr(self, name)!r}: choose one of {', '.join(choices)}")
+        if self.source_copy == "soft" and self.objective in ("mask_predict", "iterative_refinement"):
+            raise ValueError(
+                f"source_copy='soft': {self.objective} sees its own tokens in later rounds; choose 'none' or 'uniform'"
+            )
+        if (self.length_head == "none") != (self.length_classes == 0):
+            raise ValueError(
+                f"length_classes={self.length_classes}: must be 0 without a length head, and above 0 with length_head="
+                f"{self.length_head!r}"
+            )
+        if (self.objective == "outline_then_fill") != (self.length_head == "gaps"):
+            raise ValueError(
+                f"length_head={self.length_head!r}: outline_then_fill has gaps, and other models have none; give it "
+                "'gaps', these 'offsets' or 'lengths'"
+            )
+        for name, users in (("upsample", ("ctc",)), ("group", ("group_autoregressive", "segment_parallel"))):
+            if (self.objective in users) != (getattr(self, name) > 0):
+                value, who = getattr(self, name), " and ".join(users)
+                raise ValueError(f"{name}={value}: {who} need at least 1, and other models have no use for it")
+
+    @property
+    def takes_lengths(self) -> bool:
+        """Whether its canvases have a length that is chosen before, or given."""
+        return not self.upsample and not self.group and self.length_head != "gaps"
+
+
+SOURCE_COPIES = ("none", "uniform", "soft")
+LENGTH_HEADS = ("none", "lengths", "offsets", "gaps")
 ApplyFn = Callable[[PyTree, Inputs, Any], Features]
+EmbedFn = Callable[[PyTree, Array], Array]
+LengthFn = Callable[[PyTree, PyTree], Array]
 EncodeFn = Callable[..., PyTree]
 ReadoutFn = Callable[[PyTree, Array], Array]
 InitCacheFn = Callable[[int, int], Any]
@@ -98,6 +157,10 @@ class ModelSpec:
     init_cache: InitCacheFn
     vocab_size: int
     encode: EncodeFn | None = None
+    canvas: CanvasSpec | None = None
+    embed: EmbedFn | None = None
+    length_logits: LengthFn | None = None
+    gap_logits: ReadoutFn | None = None
 
     def view(
         self,
@@ -139,6 +202,12 @@ class Model:
         sources, and what is generated begins behind `start_id`. A source given as text ends with the first of
         `eos_ids`, where there is one.
       start_id: the token that an encoder-decoder's output begins behind.
+      canvas: of a model that fills a whole canvas at once, what it was trained to see; None for models that write from
+        left to right.
+      embed: (params, tokens i32[...]) -> the tokens' embeddings [..., D], for canvases that begin with a soft copy of
+        the source.
+      length_logits: (params, `Cache.rows`) -> f32[B, length_classes], of models whose canvas has a length head.
+      gap_logits: (params, hidden [..., D]) -> f32[..., length_classes], of models whose length head is about gaps.
       tokenizer: turns text into ids and back; None where prompts are ids. It has `encode(text,
         add_special_tokens) -> ids`, `decode(ids) -> text`, `token_bytes` (what each id adds to a text), and
         for chat `apply_chat_template(messages) -> text`, as `decoding_jax.checkpoints.Tokenizer` has.
@@ -154,6 +223,10 @@ class Model:
     readout: ReadoutFn = identity_readout
     encode: EncodeFn | None = None
     start_id: int | None = None
+    canvas: CanvasSpec | None = None
+    embed: EmbedFn | None = None
+    length_logits: LengthFn | None = None
+    gap_logits: ReadoutFn | None = None
     tokenizer: Any = None
     eos_ids: tuple[int, ...] = ()
     max_length: int | None = None
@@ -172,13 +245,33 @@ class Model:
             raise ValueError(
                 f"start_id={self.start_id}: give encode and start_id (an id of the vocabulary) together, or neither"
             )
+        if self.canvas is not None:
+            self._check_canvas(self.canvas)
         bad = [i for i in self.eos_ids if not 0 <= i < self.vocab_size]
         if bad:
             raise ValueError(f"eos_ids={self.eos_ids}: {bad} are outside the vocabulary 0..{self.vocab_size - 1}")
 
+    def _check_canvas(self, canvas: CanvasSpec) -> None:
+        if not 0 <= canvas.mask_id < self.vocab_size:
+            raise ValueError(f"canvas.mask_id={canvas.mask_id}: outside the vocabulary 0..{self.vocab_size - 1}")
+        needed = {
+            "embed": canvas.source_copy == "soft",
+            "gap_logits": canvas.length_head == "gaps",
+            "length_logits": canvas.length_head in ("lengths", "offsets"),
+        }
+        lacking = [name for name, wanted in needed.items() if wanted and getattr(self, name) is None]
+        if lacking:
+            raise ValueError(f"canvas={canvas}: the model needs {' and '.join(lacking)} for it, and has none")
+
+    @property
+    def needs_lengths(self) -> bool:
+        """Whether a call has to say how long its outputs are to be."""
+        return self.canvas is not None and self.canvas.takes_lengths and self.length_logits is None
+
     @property
     def spec(self) -> ModelSpec:
-        return ModelSpec(self.apply, self.readout, self.init_cache, self.vocab_size, self.encode)
+        names = [field.name for field in dataclasses.fields(ModelSpec)]
+        return ModelSpec(**{name: getattr(self, name) for name in names})
 
     def view(self, **selection: Any) -> Model:
         """The same params and cache, with other layers run.
@@ -214,7 +307,7 @@ class Stats:
 
     Attributes:
       model_calls: calls of the model while the row was unfinished; prefill is not counted.
-      draft_calls: calls of a draft model, likewise.
+      draft_calls: calls of a draft model while the row was unfinished, whichever row of the batch asked for them.
       drafted: proposed positions within the budget.
       accepted: proposed tokens that were emitted.
       tokens: emitted tokens.
@@ -245,7 +338,8 @@ class Stats:
     def __repr__(self) -> str:
         return (
             f"Stats(tokens={int(self.tokens.sum())}, model_calls={int(self.model_calls.sum())}, "
-            f"tokens_per_call={self.tokens_per_call:.2f}, drafted={int(self.drafted.sum())}, "
+            f"tokens_per_call={self.tokens_per_call:.2f}, draft_calls={int(self.draft_calls.sum())}, "
+            f"drafted={int(self.drafted.sum())}, "
             f"accepted={int(self.accepted.sum())}, first_token={self.first_token_seconds:.3f}s, "
             f"total={self.total_seconds:.3f}s, compile={self.compile_seconds:.1f}s)"
         )
@@ -253,7 +347,14 @@ class Stats:
 
 @dataclasses.dataclass(frozen=True)
 class TraceStep:
-    """One step of one row: what was proposed, what was kept, in text where there is a tokenizer."""
+    """One step of one row: what was proposed, what was kept, in text where there is a tokenizer.
+
+    Attributes:
+      emitted: the step's new tokens; of a canvas those that it wrote or changed, in order of place.
+      canvas: of methods that fill one, the tokens that stand there after the step, None at hidden places; of the first
+        candidate.
+      text: that of `emitted`, or of the canvas, with "_" at hidden places.
+    """
 
     step: int
     row: int
@@ -261,9 +362,12 @@ class TraceStep:
     accepted: int
     emitted: tuple[int, ...]
     text: str | None = None
+    canvas: tuple[int | None, ...] | None = None
 
     def __repr__(self) -> str:
-        shown = repr(self.text) if self.text is not None else str(list(self.emitted))
+        shown = repr(self.text) if self.text is not None else str(list(self.canvas or self.emitted))
+        if self.canvas is not None:
+            return f"step {self.step:3d} row {self.row}: {len(self.emitted)} places written, now {shown}"
         return f"step {self.step:3d} row {self.row}: {self.accepted}/{len(self.proposed)} drafts kept, wrote {shown}"
 
 
@@ -285,6 +389,7 @@ class Candidates:
       lengths: i32[B, n]; 0 where fewer were found.
       scores: f32[B, n], what they are ranked by; -inf where fewer were found.
       log_probs: f32[B, n, N], the model's own.
+      finish_reason: per row and candidate, as in `DecodeOutput`.
       text: per row and candidate, where there is a tokenizer.
     """
 
@@ -292,7 +397,15 @@ class Candidates:
     lengths: np.ndarray
     scores: np.ndarray
     log_probs: np.ndarray
+    finish_reason: list[list[str]]
     text: list[list[str]] | None = None
+
+    def ranked_by(self, scores: np.ndarray) -> Candidates:
+        """The same in the order of other scores f32[B, n], best first; text has to be made anew."""
+        order = np.argsort(-scores, axis=1, kind="stable")
+        pick = lambda x: np.take_along_axis(x, order.reshape(*order.shape, *[1] * (x.ndim - 2)), axis=1)
+        reasons = [[row[n] for n in best] for row, best in zip(self.finish_reason, order, strict=True)]
+        return Candidates(pick(self.tokens), pick(self.lengths), pick(scores), pick(self.log_probs), reasons)
 
 
 @dataclasses.dataclass(frozen=True)

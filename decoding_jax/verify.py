@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from decoding_jax import sampling as sampling_lib
+from decoding_jax.checks import check_number
 from decoding_jax.masks import ancestors
 from decoding_jax.rows import Context, Rows, commit, next_token, processed_logits
 from decoding_jax.types import Array
@@ -67,7 +68,10 @@ Choose = Callable[[Rows, Array, Array, Array], tuple[Array, Array]]
 
 
 class Rule(Protocol):
-    """A rule of acceptance, a flax.struct dataclass; `lossless` says whether the output follows the target's law."""
+    """A rule of acceptance, a flax.struct dataclass; `lossless` says whether the output follows the target's law.
+
+    One with settings may have `check()`, which raises ValueError where one has no meaning.
+    """
 
     lossless: bool
 
@@ -176,6 +180,11 @@ class Typical:
 
     epsilon: float | Array = 0.09
     delta: float | Array = 0.3
+
+    def check(self) -> None:
+        """ValueError where a threshold is out of its range."""
+        check_number("epsilon", self.epsilon)
+        check_number("delta", self.delta)
 
     def chooser(self, ctx: Context, rows: Rows, nodes: Nodes, logits: Array) -> Choose:
         """Follows the deepest path of probable tokens."""

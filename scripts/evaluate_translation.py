@@ -32,6 +32,7 @@ import decoding_jax as dj
 from decoding_jax.loop import Decoder
 from decoding_jax.registry import make_decoder
 from train.command import run, say
+from train.config import OWN_DECODERS
 from train.evaluation import DecodingReport, evaluate_decoding, tokenised_bleu
 from train.setup import compiled_folder
 from train.trained_config import argv_with_config, differing_texts
@@ -40,7 +41,11 @@ from train.translation import load_translator, open_pairs
 _CONFIG = config_flags.DEFINE_config_file("config", None, "Data and settings; default: those of the model's run.")
 _MODEL = flags.DEFINE_string("model", None, "The workdir of a trained encoder-decoder.", required=True)
 _SPLIT = flags.DEFINE_string("split", "test", "What is decoded: test, validation or train.")
-_DECODERS = flags.DEFINE_list("decoders", ["autoregressive", "beam"], "Their names, separated by commas.")
+_DECODERS = flags.DEFINE_list(
+    "decoders",
+    None,
+    f"Of {', '.join(OWN_DECODERS)}; by commas. Default: autoregressive,beam, or what the model was trained for.",
+)
 _EXAMPLES = flags.DEFINE_integer("examples", None, "Only the first so many of the split.", lower_bound=1)
 _SAMPLES = flags.DEFINE_integer("samples", 3, "How many examples are shown with their outputs.", lower_bound=0)
 _TOKENISED = flags.DEFINE_bool("tokenised", False, "Score lower-cased, Moses-tokenised texts too.")
@@ -74,8 +79,10 @@ def label_of(name: str, decoder: Decoder) -> str:
 
 def check_flags() -> None:
     """ValueError where flags contradict each other or the results could not be recorded, before anything is loaded."""
-    if not _DECODERS.value:
+    if _DECODERS.value == []:
         raise ValueError("--decoders is empty; name at least one")
+    if unknown := [name for name in _DECODERS.value or () if name not in OWN_DECODERS]:
+        raise ValueError(f"--decoders={','.join(unknown)}: choose of {', '.join(OWN_DECODERS)}")
     if bool(_RECORD.value) != bool(_NAME.value):
         raise ValueError("--record and --name belong together; give both")
     if _RECORD.value and _EXAMPLES.value:
@@ -91,8 +98,9 @@ def check_flags() -> None:
 def evaluate(config: ConfigDict, pairs: list[dict[str, str]]) -> list[Result]:
     """Decodes the pairs' sources with every decoder that was asked for."""
     settings = config.evaluation
-    decoders = {name: make_decoder(name, settings.get(name, {})) for name in _DECODERS.value}
     model = load_translator("model", _MODEL.value)
+    names = _DECODERS.value or (["autoregressive", "beam"] if model.canvas is None else [model.canvas.objective])
+    decoders = {name: make_decoder(name, settings.get(name, {})) for name in names}
     sources, references = ([pair[field] for pair in pairs] for field in ("source", "target"))
     results = []
     for name, decoder in decoders.items():

@@ -26,23 +26,22 @@ def tables(match: re.Match[str]) -> str:
     start, first, second, end = match.groups()
     file = ROOT / (second or first)
     records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    return start + (by_row_and_column(records, first) if second else table(records)) + end
+    return start + (by_method_and_task(records, first) if second else table(records)) + end
 
 
-def by_row_and_column(records: list[dict[str, Any]], figure: str) -> str:
-    """One figure of the records called "row/column/figure"."""
+def by_method_and_task(records: list[dict[str, Any]], figure: str) -> str:
+    """One figure of the records called "task/method/figure": a row for each method, a column for each task."""
     cells = {tuple(parts[:2]): r["value"] for r in records if (parts := r["name"].split("/"))[2:] == [figure]}
-    rows, columns = (sorted({key[i] for key in cells}) for i in (0, 1))
-    words = [column.replace("_", " ") for column in columns]
-    lines = [f"| {' | '.join(['', *words])} |", "|---" * (len(columns) + 1) + "|"]
-    for row in rows:
-        values = [f"{cells[row, column]:.3g}" if (row, column) in cells else "" for column in columns]
-        lines.append(f"| {' | '.join([row.replace('_', ' '), *values])} |")
+    tasks, methods = (sorted({key[i] for key in cells}) for i in (0, 1))
+    lines = [f"| {' | '.join(['', *(task.replace('_', ' ') for task in tasks)])} |", "|---" * (len(tasks) + 1) + "|"]
+    for method in methods:
+        values = [f"{cells[task, method]:.3g}" if (task, method) in cells else "" for task in tasks]
+        lines.append(f"| {' | '.join([method.replace('_', ' '), *values])} |")
     return "\n".join(lines) + "\n"
 
 
 def table(records: list[dict[str, Any]]) -> str:
-    """Records as a Markdown table; of those called "row/column/figure" only what was promised."""
+    """Records as a Markdown table; of those called "task/method/figure" only what was promised."""
     lines = ["| figure | value | unit | target | met |", "|---|---|---|---|---|"]
     for record in records:
         if record["name"].count("/") == 2 and record["target"] is None:

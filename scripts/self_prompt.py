@@ -1,6 +1,6 @@
 r"""Lets a chat model write its own training data: questions that it makes up, and its own greedy answers.
 
-    python scripts/self_prompt.py --model=smollm2-135m-instruct --count=4000 --output=outputs/self_prompt
+    python scripts/self_prompt.py --model=smollm2-135m-instruct --count=1600 --output=outputs/self_prompt
 
 A draft model has to say what its target would say, so it learns from the target's own outputs. Questions are sampled
 by giving the model the beginning of a user's turn (Xu et al. 2024, Magpie), half of them with a first word of ours so
@@ -44,8 +44,7 @@ _TRANSLATIONS = flags.DEFINE_integer("translations", 600, "How many phrases are 
 
 # Half of the questions begin freely.
 OPENERS = (
-    "Write", "What", "How many", "Summarize:", "Who", "Explain", "If", "When did", "Imagine", "A", "Why", "Rewrite",
-    "Describe", "Which", "Where is", "Extract",
+    "Write", "What", "How many", "Who", "Explain", "If", "Imagine", "A", "Why", "Describe", "Which", "Where is",
 )  # fmt: skip
 BEGINNINGS = ("def ", "from typing import List\n\n\ndef ", "import math\n\n\ndef ", "class ")
 _QUESTION_TOKENS = 64
@@ -65,7 +64,7 @@ def question_rows(model: dj.Model, count: int) -> list[Row]:
         if i % 8 == 7:
             start = BEGINNINGS[i // 8 % len(BEGINNINGS)]
         else:
-            start = turn + (OPENERS[i // 2 % len(OPENERS)] if i % 2 else "")
+            start = turn + (OPENERS[(i // 2 - i // 8) % len(OPENERS)] if i % 2 else "")
         rows.append(Row(i, start.removeprefix(turn), encode(start)))
     return rows
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import decoding_jax as dj
 from decoding_jax.loop import ALL_STEPS, run, start
@@ -35,7 +37,8 @@ def model_steps(spec: Any, params: Any, cache: Any, steps: jax.Array, width: int
         inputs = dj.Inputs(tokens, positions, causal_mask(positions, capacity), slots=positions)
         out = spec.apply(params, inputs, cache)
         logits = spec.readout(params, out.hidden)
-        return index + 1, jnp.argmax(logits[:, -1:], axis=-1).astype(jnp.int32), out.cache
+        best = jnp.argmax(logits, axis=-1).max(axis=1, keepdims=True)  # of all, or XLA leaves the others out
+        return index + 1, best.astype(jnp.int32), out.cache
 
     init = (jnp.int32(0), jnp.zeros((batch, 1), jnp.int32), cache)
     return jax.lax.while_loop(lambda carry: carry[0] < steps, body, init)[2]
@@ -47,11 +50,16 @@ class Stepper:
     def __init__(self, model: dj.Model, capacity: int, batch: int = 1):
         self.model, self.capacity, self.batch = model, capacity, batch
 
-    def step_seconds(self, width: int, steps: int = 20) -> float:
-        """Mean seconds of a call on `width` positions of each row; compiled beforehand."""
+    def step_seconds(self, width: int, steps: int = 7, repeats: int = 3) -> float:
+        """Seconds of a call on `width` positions of each row: the median of several runs; compiled beforehand."""
         spec, params = self.model.spec, self.model.params
         cache = model_steps(spec, params, self.model.init_cache(self.batch, self.capacity), jnp.int32(1), width)
-        return seconds(lambda: model_steps(spec, params, cache, jnp.int32(steps), width)) / steps
+        took = []
+        for _ in range(repeats):
+            began = time.perf_counter()
+            cache = jax.block_until_ready(model_steps(spec, params, cache, jnp.int32(steps), width))
+            took.append((time.perf_counter() - began) / steps)
+        return statistics.median(took)
 
 
 def decode_rounds(
@@ -68,6 +76,19 @@ def decode_rounds(
     state = jax.block_until_ready(run(decoder, call.ctx, state, jnp.int32(ALL_STEPS)))
     took = time.perf_counter() - began
     return decoder.finalize(call.ctx, state), took
+
+
+def call_widths(
+    model: dj.Model, ids: Sequence[int], decoder: Any, new_tokens: int, drafter: dj.Model | None = None
+) -> list[int]:
+    """How many positions each of the model's calls in a greedy decode of one prompt has."""
+    call = prepare(model, list(ids), new_tokens, dj.Sampling(), dj.Stop(), 0, None, None, drafter=drafter)
+    state, found = start(decoder, call.ctx), []
+    while not bool(state.done.all()):
+        state = run(decoder, call.ctx, state, jnp.int32(1))
+        used = int(np.flatnonzero(state.record.verifiable[0]).max(initial=-1)) + 1
+        found.append(1 + next(width for width in decoder.widths if width >= used))
+    return found
 
 
 def buffer_size(model: dj.Model, ids: Sequence[int], new_tokens: int) -> int:

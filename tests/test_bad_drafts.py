@@ -43,7 +43,10 @@ def translate(source: int, drafter_length: int) -> dj.DecodeOutput:
 
 BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     # The drafter
-    "none": ("drafter: Speculative needs a second model, and there is none; give one", lambda: decode(SPECULATIVE)),
+    "none": (
+        "drafter: Speculative needs a second model, and there is none; give a smaller",
+        lambda: decode(SPECULATIVE),
+    ),
     "no coarser copy": ("drafter: SelfSpeculative needs a second model", lambda: decode(dj.SelfSpeculative())),
     "one too many": ("drafter: Autoregressive takes none; leave it out", lambda: decode(dj.Autoregressive(), DRAFT)),
     "one beside a part": (
@@ -121,22 +124,67 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "mixed in a config": ("tree=(2, (0,)): give", configured("speculative", tree=(2, (0,)))),
     "text in a config": ("tree=('x',): give the children", configured("speculative", tree=("x",))),
     # Parts of the target
-    "exit before the first layer": ("exit_layer=0: at least one layer", lambda: dj.SelfSpeculative(exit_layer=0)),
+    "exit before the first layer": (
+        "exit_layer=0: must be at least 1; one",
+        lambda: dj.SelfSpeculative(exit_layer=0),
+    ),
     "exit beyond the last layer": (
-        "the model has layers 0..1",
+        "exit_layer=3: view(exit=3): the model has layers 0..1; choose among these",
         lambda: decode(dj.SelfSpeculative(exit_layer=3), None, TRANSFORMER),
     ),
     "skipped beyond the last layer": (
-        "the model has layers 0..1",
+        "skip_layers=(2,): view(skip=(2,)): the model has layers 0..1",
         lambda: decode(dj.SelfSpeculative(skip_layers=(2,)), None, TRANSFORMER),
     ),
     "skipped is no number": ("skip_layers=('x',): give numbers", configured("self_speculative", skip_layers=("x",))),
+    "all skipped": (
+        "nothing is left of the layers 0..1",
+        lambda: decode(dj.SelfSpeculative(skip_layers=(0, 1)), None, TRANSFORMER),
+    ),
+    "skipped twice": ("skip_layers=(1, 1): give different", lambda: dj.SelfSpeculative(skip_layers=(1, 1))),
+    "skipped is one number": ("skip_layers=1: give", lambda: dj.SelfSpeculative(skip_layers=1)),  # type: ignore[arg-type]
     "exit and skipped": ("two ways to draft", lambda: dj.SelfSpeculative(exit_layer=1, skip_layers=(0,))),
     "no layers": ("no layers to choose from", lambda: decode(dj.SelfSpeculative(exit_layer=1))),
     # The rest
     "acceptance": ("acceptance='sure': must be one of coupled", configured("speculative", acceptance="sure")),
     "window": ("window=0: must be at least 1", lambda: dj.Lookahead(window=0)),
     "n-gram": ("ngram=0: must be at least 2", lambda: dj.Lookahead(ngram=0)),
+    "pool smaller than the candidates": ("pool_size=3: must be at least 7", lambda: dj.Lookahead(pool_size=3)),
+    "no block": ("block_length=0: must be at least 1", lambda: dj.Jacobi(block_length=0)),
+    "no match": ("num_matches=0: must be at least 1", lambda: dj.PromptLookup(num_matches=0)),
+    "no width": ("tree: width=0: must be at least 1", lambda: dj.DynamicTree(width=0)),
+    "too small to draft on": (
+        "from 6, the nodes that are drafted on, to 21, all nodes",
+        lambda: dj.DynamicTree(size=5, depth=3, width=3),
+    ),
+    "rejected by probability": (
+        "use acceptance='coupled'",
+        lambda: dj.Speculative(tree=dj.DynamicTree(), acceptance="rejection"),
+    ),
+    # Kinds and ranges
+    "half a draft": ("num_draft=2.5: must be a whole number", lambda: dj.Speculative(num_draft=2.5)),  # type: ignore[arg-type]
+    "a text": ("num_draft='4': must be a whole number", configured("prompt_lookup", num_draft="4")),
+    "half a block": ("block_length=2.0: must be a whole", configured("jacobi", block_length=2.0)),
+    "half a window": ("window=2.0: must be a whole number", configured("lookahead", window=2.0)),
+    "neither yes nor no": ("adaptive='yes': must be True or False", configured("speculative", adaptive="yes")),
+    "branches for a tree": ("tree=(2, 1): give a Tree, such as", lambda: dj.Speculative(tree=(2, 1))),  # type: ignore[arg-type]
+    "branches for paths": ("tree: (2, 1) is no list of paths", lambda: dj.Tree((2, 1))),  # type: ignore[arg-type]
+    "half a rank": ("tree: (0.5,) is no path", lambda: dj.Tree(((0.5,),))),  # type: ignore[arg-type]
+    "half a child": ("branches=(1.5,): give", lambda: dj.Tree.of_branches((1.5,))),  # type: ignore[arg-type]
+    "confidence": (
+        "min_confidence=2.0: must be a finite number from 0 to 1",
+        lambda: decode(dj.Speculative(num_draft=1, min_confidence=2.0), DRAFT),
+    ),
+    "cost": (
+        "draft_cost=-1.0: must be a finite number from 0",
+        lambda: decode(dj.Speculative(num_draft=1, adaptive=True, draft_cost=-1.0), DRAFT),
+    ),
+    "threshold": (
+        "epsilon=-1.0: must be a finite number from 0",
+        lambda: decode(dj.Speculative(num_draft=1, acceptance=dj.Typical(epsilon=-1.0)), DRAFT),
+    ),
+    "name for a drafter": ("drafter='int8': give a Model", lambda: decode(SPECULATIVE, "int8")),  # type: ignore[arg-type]
+    "n-gram of one": ("ngram=1: must be at least 2", lambda: dj.Lookahead(ngram=1)),
     "candidates": ("candidates=0: must be at least 1", lambda: dj.Lookahead(candidates=0)),
 }
 

@@ -349,3 +349,18 @@ def test_drafts_wider_than_what_there_is_are_refused() -> None:
         with pytest.raises(ValueError, match="its cache is not the target's"):
             decode(decoder=dj.SelfSpeculative(), drafter=half)
     assert clock.programs == 0
+
+
+@pytest.mark.parametrize("sizes", [(5, 7), (7, 5)], ids=["padded drafter", "padded target"])
+@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
+def test_a_vocabulary_may_be_padded(sizes: tuple[int, int], acceptance: str) -> None:
+    """One tokenizer, tables of different sizes: ids that one of them lacks are never drafted, and law 3 or 4 holds."""
+    table = np.random.default_rng(0).normal(size=(7, 7)).astype(np.float32)
+    table[:, 5:] = -100.0  # what padding of a trained model says
+    tokenizer = zoo.ByteTokenizer([b"a", b"b", b"c", b"d", b"e"])
+    target, draft = (zoo.table_model(table[:n, :n], tokenizer=tokenizer).model for n in sizes)
+    decoder = dj.Speculative(num_draft=3, acceptance=acceptance)
+    call = functools.partial(dj.decode, target, [[0], [1]], max_new_tokens=12, sampling=dj.Sampling(temperature=1.0))
+    out = call(decoder, drafter=draft)
+    assert out.stats.acceptance_rate == 1.0
+    assert acceptance == "rejection" or zoo.outputs(out) == zoo.outputs(call(dj.Autoregressive()))

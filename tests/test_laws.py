@@ -391,7 +391,7 @@ def test_a_sure_drafter_that_grows_its_tree_is_always_accepted() -> None:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_typical_acceptance_keeps_what_is_probable(temperature: float) -> None:
-    """A threshold of 0 keeps every draft, one of 1 only what is certain; greedy rows stay exact; lossless is False."""
+    """Greedy rows stay exact; hot ones keep more drafts than the coupled rule; lossless is False."""
     call = functools.partial(decode, HISTORY.model, PROMPTS, max_new_tokens=BUDGET, seed=1)
     out = call(dj.Speculative(num_draft=3, acceptance="typical"), sampling=dj.Sampling(temperature=temperature))
     plain = call(PLAIN, sampling=dj.Sampling(temperature=temperature))
@@ -754,84 +754,6 @@ def test_impossible_calls_are_refused(name: str, value: Any) -> None:
     with pytest.raises(ValueError, match=name), dj.compile_clock() as clock:
         decode(HISTORY.model, **arguments)
     assert clock.programs == 0
-
-
-DRAFTERS: list[tuple[str, Any, dict[str, Any]]] = [
-    ("needs a second model", SPECULATIVE, {}),
-    ("needs a second model", dj.SelfSpeculative(), {}),
-    ("takes none", PLAIN, {"drafter": HISTORY.model}),
-    ("its vocabulary has 4 ids and the target's 5", SPECULATIVE, {"drafter": LAW_TOY.model}),
-    ("both be decoder-only", SPECULATIVE, {"drafter": TRANSLATOR.model}),
-    (
-        "its context is 8, and the longest prompt and budget need 9",
-        SPECULATIVE,
-        {"drafter": dataclasses.replace(HISTORY.model, max_length=8)},
-    ),
-    ("no layers to choose from", dj.SelfSpeculative(exit_layer=1), {}),
-]
-
-
-@pytest.mark.parametrize(("words", "decoder", "second"), DRAFTERS, ids=[str(i) for i in range(len(DRAFTERS))])
-def test_unfit_drafters_are_refused(words: str, decoder: Any, second: dict[str, Any]) -> None:
-    """Errors: a missing, needless or other draft model, before anything is compiled."""
-    with pytest.raises(ValueError, match=words), dj.compile_clock() as clock:
-        dj.decode(HISTORY.model, [[1, 2]], decoder, max_new_tokens=7, **second)
-    assert clock.programs == 0
-
-
-def test_vocabularies_are_compared_by_their_tokens() -> None:
-    """Errors: a tokenizer with the same size and other tokens is refused with the first that differs."""
-    ours, theirs = (zoo.ByteTokenizer(list(pieces)) for pieces in ([b"a", b"b", b"c"], [b"a", b"x", b"c"]))
-    target, draft = (zoo.table_model(np.eye(3), tokenizer=t).model for t in (ours, theirs))
-    with pytest.raises(ValueError, match="token 1 is b'b' and b'x'"):
-        dj.decode(target, [[1]], SPECULATIVE, drafter=draft, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("sizes", [(5, 7), (7, 5)], ids=["padded drafter", "padded target"])
-@pytest.mark.parametrize("acceptance", ["coupled", "rejection"])
-def test_a_vocabulary_may_be_padded(sizes: tuple[int, int], acceptance: str) -> None:
-    """One tokenizer, tables of different sizes: ids that one of them lacks are never drafted, and law 3 or 4 holds."""
-    table = np.random.default_rng(0).normal(size=(7, 7)).astype(np.float32)
-    table[:, 5:] = -100.0  # what padding of a trained model says
-    tokenizer = zoo.ByteTokenizer([b"a", b"b", b"c", b"d", b"e"])
-    target, draft = (zoo.table_model(table[:n, :n], tokenizer=tokenizer).model for n in sizes)
-    decoder = dj.Speculative(num_draft=3, acceptance=acceptance)
-    call = functools.partial(dj.decode, target, [[0], [1]], max_new_tokens=12, sampling=dj.Sampling(temperature=1.0))
-    out = call(decoder, drafter=draft)
-    assert out.stats.acceptance_rate == 1.0
-    assert acceptance == "rejection" or zoo.outputs(out) == zoo.outputs(call(PLAIN))
-
-
-UNFIT: list[tuple[str, Any]] = [
-    ("num_draft=0", lambda: dj.Speculative(num_draft=0)),
-    ("acceptance='sure'", lambda: dj.Speculative(acceptance="sure")),
-    ("there is no path", lambda: dj.Tree(())),
-    ("has no parent; add", lambda: dj.Tree(((0,), (1, 0)))),
-    ("is there twice", lambda: dj.Tree(((0,), (0,)))),
-    ("no sibling of rank 0", lambda: dj.Tree(((1,),))),
-    ("ranks of siblings", lambda: dj.Tree(((-1,),))),
-    ("branches=", lambda: dj.Tree.of_branches((2, 0))),
-    ("width=0", lambda: dj.DynamicTree(width=0)),
-    ("from 6, the nodes that are drafted on, to 21, all", lambda: dj.DynamicTree(size=5, depth=3, width=3)),
-    ("use acceptance='coupled'", lambda: dj.Speculative(tree=dj.DynamicTree(), acceptance="rejection")),
-    ("exit_layer=0", lambda: dj.SelfSpeculative(exit_layer=0)),
-    ("two ways to draft", lambda: dj.SelfSpeculative(exit_layer=1, skip_layers=(1,))),
-    ("layers 0..1", lambda: decode(zoo.small_transformer(), [[1]], dj.SelfSpeculative(exit_layer=3))),
-    ("layers 0..1", lambda: decode(zoo.small_transformer(), [[1]], dj.SelfSpeculative(skip_layers=(2,)))),
-    ("window=0", lambda: dj.Lookahead(window=0)),
-    ("ngram=1", lambda: dj.Lookahead(ngram=1)),
-    ("candidates=0", lambda: dj.Lookahead(candidates=0)),
-    ("pool_size=3", lambda: dj.Lookahead(pool_size=3)),
-    ("block_length=0", lambda: dj.Jacobi(block_length=0)),
-    ("num_matches=0", lambda: dj.PromptLookup(num_matches=0)),
-]
-
-
-@pytest.mark.parametrize(("words", "make"), UNFIT, ids=[words for words, _ in UNFIT])
-def test_impossible_drafts_are_refused(words: str, make: Any) -> None:
-    """Errors: a ValueError names the field, at construction or before anything is compiled."""
-    with pytest.raises(ValueError, match=words):
-        make()
 
 
 def test_a_mesh_needs_a_data_axis() -> None:

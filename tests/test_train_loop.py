@@ -284,6 +284,17 @@ def test_the_folder_of_another_model_is_refused(home: Path, tmp_path: Path) -> N
     assert not (folder / "train_config.json").exists()
 
 
+def test_checkpoints_keep_their_folder(home: Path, whole: Path, tmp_path: Path) -> None:
+    """Without its config a run may not go on under any other; and a run inside them would be removed with them."""
+    with pytest.raises(ValueError, match=r"is inside the checkpoints of another run; choose another --workdir"):
+        Trainer(text_config(home), whole / "checkpoints" / "24" / "mine")
+    shutil.copytree(whole, tmp_path / "run")
+    for name in ("train_config.json", "config.json"):
+        (tmp_path / "run" / name).unlink()
+    with pytest.raises(ValueError, match=r"train_config.json is not there, but a run's checkpoints are; restore it"):
+        Trainer(text_config(home, FULL), tmp_path / "run")
+
+
 # --- What it learns from
 
 
@@ -377,9 +388,10 @@ def test_a_setting_newer_than_the_run_had_its_default(home: Path, tmp_path: Path
 
 def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> None:
     """A config that a full disk has cut off is not a run with other settings."""
-    (tmp_path / "train_config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"train_config.json is damaged"):
-        Trainer(text_config(home, {}), tmp_path)
+    for text in ("{", "{}", "[]", "3"):
+        (tmp_path / "train_config.json").write_text(text, encoding="utf-8")
+        with pytest.raises(ValueError, match=r"train_config.json is damaged"):
+            Trainer(text_config(home, {}), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -390,7 +402,7 @@ def test_a_damaged_config_in_the_folder_is_named(home: Path, tmp_path: Path) -> 
             {"objective": "seq2seq", "model.encoder_layers": 1},
             "objective='seq2seq' learns from source and target, but data.name",
         ),
-        (text_config, {"objective": "masked"}, "objective='masked': choose one of causal_lm, seq2seq"),
+        (text_config, {"objective": "masked"}, "objective='masked': choose one of causal_lm, ctc"),
         (text_config, {"model.encoder_layers": 1}, "model.encoder_layers=1: objective='causal_lm' needs 0"),
         (pairs_config, {"model.encoder_layers": 0}, "model.encoder_layers=0: objective='seq2seq' needs at least 1"),
         (text_config, {"model.vocab_size": 5}, "model.vocab_size=5: fewer than the"),

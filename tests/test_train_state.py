@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
@@ -15,6 +16,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 from decoding_jax.models.transformer import TransformerConfig
+from decoding_jax.types import CanvasSpec
 from train.config import default_config
 from train.optimizers import learning_rate
 from train.setup import make_layout, make_objective
@@ -26,6 +28,18 @@ CAUSAL = TransformerConfig(
 )
 PAIRS = TransformerConfig(32, 1, 16, 32, 2, 2, 8, max_length=64, tie_embeddings=True, encoder_layers=1, start_id=1)
 SMALL = TransformerConfig(32, 1, 16, 32, 2, 2, 8, max_length=64, tie_embeddings=True)
+CANVASES = {
+    spec.objective: dataclasses.replace(PAIRS, canvas=spec)
+    for spec in (
+        CanvasSpec("nonautoregressive", 2, "soft", "offsets", 9),
+        CanvasSpec("mask_predict", 2, length_head="lengths", length_classes=9),
+        CanvasSpec("iterative_refinement", 2, "uniform"),
+        CanvasSpec("ctc", 2, "uniform", upsample=3),
+        CanvasSpec("group_autoregressive", 2, group=2),
+        CanvasSpec("segment_parallel", 2, group=2),
+        CanvasSpec("outline_then_fill", 2, length_head="gaps", length_classes=9),
+    )
+}
 MESHES = {
     "data=8": {"data": 8},
     "data=2,fsdp=2,tensor=2": {"data": 2, "fsdp": 2, "tensor": 2},
@@ -64,7 +78,10 @@ def start_on(layout: Layout) -> TrainState:
 
 def objective(shape: TransformerConfig = CAUSAL, dtype: str = "float32", remat: bool = False) -> Any:
     name = "seq2seq" if shape.encoder_layers else "causal_lm"
-    config = settings(objective=name, label_smoothing=0.1, compute_dtype=dtype, remat=remat)
+    if shape.canvas is not None:
+        name = shape.canvas.objective
+    smoothing = 0.0 if name == "ctc" else 0.1
+    config = settings(objective=name, label_smoothing=smoothing, compute_dtype=dtype, remat=remat)
     return make_objective(config, layout_on(ONE, shape), None)
 
 
@@ -79,6 +96,8 @@ def batch_on(layout: Layout, rows: int = 8, length: int = 12, seed: int = 0) -> 
         batch |= {"source": random.integers(0, 32, (rows, length)), "source_lengths": np.maximum(lengths, 1)}
     else:
         batch |= {"positions": np.where(real, np.arange(length), 0), "segments": real}
+    if layout.config.canvas is not None:  # its mask is never a target
+        batch["targets"][batch["targets"] == layout.config.canvas.mask_id] = 3
     batch = {name: value.astype(np.int32) for name, value in batch.items()}
     return jax.device_put(batch | {"weights": real.astype(np.float32)}, layout.rows)
 
@@ -107,8 +126,11 @@ def on_one_device(shape: TransformerConfig) -> tuple[dict[str, np.ndarray], Any]
 
 @pytest.mark.parametrize(
     "sizes, shape",
-    [*((sizes, CAUSAL) for sizes in MESHES.values()), (MESHES["data=2,fsdp=2,tensor=2"], PAIRS)],
-    ids=[*MESHES, "data=2,fsdp=2,tensor=2 with an encoder"],
+    [
+        *((sizes, CAUSAL) for sizes in MESHES.values()),
+        *((MESHES["data=2,fsdp=2,tensor=2"], shape) for shape in (PAIRS, *CANVASES.values())),
+    ],
+    ids=[*MESHES, *(f"data=2,fsdp=2,tensor=2 with {what}" for what in ("an encoder", *CANVASES))],
 )
 def test_every_mesh_has_the_loss_and_gradients_of_one_device(sizes: dict[str, int], shape: TransformerConfig) -> None:
     """How rows, params and matrices are split over devices is no part of the result, nor of dropout's mask."""

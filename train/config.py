@@ -7,7 +7,7 @@ import dataclasses
 from ml_collections import ConfigDict
 
 from decoding_jax.prepare import takes_drafter
-from decoding_jax.registry import DECODERS
+from decoding_jax.registry import DECODERS, OBJECTS
 
 # What evaluates and distils: one model, which nothing drafts for.
 OWN_DECODERS = tuple(name for name, decoder in DECODERS.items() if not takes_drafter(decoder))
@@ -16,7 +16,10 @@ OWN_DECODERS = tuple(name for name, decoder in DECODERS.items() if not takes_dra
 def decoder_sections() -> dict[str, ConfigDict]:
     """A part for each of OWN_DECODERS, called like it, with all its settings: their defaults, but 5 beams."""
     fields = {name: dataclasses.fields(DECODERS[name]) for name in OWN_DECODERS}  # type: ignore[arg-type]
-    sections = {name: ConfigDict({field.name: field.default for field in fields[name]}) for name in OWN_DECODERS}
+    sections = {
+        name: ConfigDict({field.name: field.default for field in fields[name] if field.name not in OBJECTS})
+        for name in OWN_DECODERS
+    }
     sections["beam"].num_beams = 5
     return sections
 
@@ -72,6 +75,19 @@ def default_config() -> ConfigDict:
     config.model.rope_theta = 10000.0
     config.model.tie_embeddings = True
     config.model.dropout = 0.0  # rate in training, from 0 to below 1; the training loss is with it
+
+    # Of objectives whose models fill a canvas; each takes some of these.
+    config.canvas = ConfigDict()
+    config.canvas.source_copy = "none"  # what stands in it first: "none" (<mask>), "uniform" or "soft" copies
+    config.canvas.length_head = "offsets"  # from the source's length; "lengths" themselves; "none": they are given
+    config.canvas.length_classes = 128  # of the head
+    config.canvas.length_weight = 1.0  # how many tokens a length counts as in the loss
+    config.canvas.upsample = 3  # frames for each token of the source, of ctc
+    config.canvas.group = 2  # tokens at once, of group_autoregressive; segments, of segment_parallel
+    config.canvas.outline = "every"  # n-th token, or the "rare" ones, of outline_then_fill
+    config.canvas.outline_share = 0.34  # of all tokens
+    config.canvas.glancing = 0.0  # share of the wrong tokens that are shown; 0: none
+
     config.init_from = ""  # what dj.load takes: its model and tokenizer replace the settings above
     config.frozen = ()  # regular expressions; params whose whole path matches one are not trained
 
@@ -96,14 +112,14 @@ def default_config() -> ConfigDict:
     # Devices along each axis of the mesh; -1 takes what the others leave.
     config.mesh = ConfigDict({"data": -1, "fsdp": 1, "tensor": 1})
 
-    config.log_every = 50
+    config.log_every = 50  # steps; for metrics.jsonl, while the screen goes by the clock
     config.checkpoint = ConfigDict({"every": 500, "keep_last": 2, "keep_best": 1})
 
     config.evaluation = ConfigDict()
     config.evaluation.every = 500  # steps between two losses on the validation split; checkpoints bring one too
     config.evaluation.decode_every = 0  # steps between two decodings of it; 0: only at the end, with the test split
     config.evaluation.examples = 200  # how many are decoded before the end
-    config.evaluation.samples = 5  # how many go into the log
+    config.evaluation.samples = 5  # how many go into samples.jsonl and results.json
     config.evaluation.decoder = "autoregressive"  # one of OWN_DECODERS; each has its settings in a part
     config.evaluation.update(decoder_sections())
     config.evaluation.max_new_tokens = 64

@@ -21,10 +21,12 @@ from decoding_jax import batch_folder, batch_job, batch_rows
 from decoding_jax.batch_job import Job, Tally
 from decoding_jax.batch_rows import Batch, Row
 from decoding_jax.checkpoints.cache_files import write_atomically
+from decoding_jax.checks import check_whole
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.types import Model
 from train.data.texts import DISTILLED, Split
 from train.jobs import every_setting, read_job
+from train.settings import naming
 from train.state import make_mesh
 from train.translation import digest_of, encode_sources, load_translator, open_pairs
 
@@ -81,9 +83,13 @@ def prepare(config: ConfigDict, teacher: str, folder: Path, overwrite: bool = Fa
                 "and set it for the student"
             )
         mesh = make_mesh(config.mesh)
-        job, split, longest = read_job(settings, mesh if mesh.size > 1 else None), settings.split, data.length
+        check_whole("distillation.max_new_tokens", settings.max_new_tokens, 1)
+        with naming("distillation", settings):
+            job = read_job(settings, mesh if mesh.size > 1 else None)
+        split, longest = settings.split, data.length
     model = load_translator("teacher", teacher, place(mesh, TRAINING_RULES) if job.mesh else None)
-    batch_job.check_job(model, job)
+    with naming("distillation", settings):
+        batch_job.check_job(model, job)
     pairs = open_pairs(data, split)
     longest = min(longest, model.max_length or longest)
     sources = encode_sources(pairs, split, model, longest)

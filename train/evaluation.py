@@ -176,6 +176,8 @@ def evaluate_decoding(
 ) -> DecodingReport:
     """Decodes a test set greedily and scores it.
 
+    A model that has to be told the length of its outputs is told that of the references.
+
     Batches have `batch_size` rows of similar length, so that few programs are compiled. The randomness of
     a decoder that has some is keyed by a row's place among the sources, not by its batch.
 
@@ -208,7 +210,15 @@ def evaluate_decoding(
         kept = order[at : at + batch_size]
         rows = kept + [kept[-1]] * (batch_size - len(kept))
         output = decode(
-            model, [prompts[row] for row in rows], decoder, max_new_tokens=max_new_tokens, row_ids=rows, mesh=mesh
+            model,
+            [prompts[row] for row in rows],
+            decoder,
+            max_new_tokens=max_new_tokens,
+            row_ids=rows,
+            lengths=[_length_of(model, references[row], max_new_tokens) for row in rows]
+            if model.needs_lengths
+            else None,
+            mesh=mesh,
         )
         assert output.text is not None
         for row, text in zip(kept, output.text, strict=False):
@@ -217,3 +227,8 @@ def evaluate_decoding(
         calls += int(output.stats.model_calls[: len(kept)].sum())
         seconds += output.stats.total_seconds
     return DecodingReport(hypotheses, text_scores(hypotheses, references, language), tokens, calls, seconds)
+
+
+def _length_of(model: Model, reference: str, most: int) -> int:
+    """The tokens of a reference with its end, at most so many."""
+    return min(len(model.tokenizer.encode(reference, add_special_tokens=False)) + 1, most)

@@ -33,6 +33,23 @@ _SECONDS_BETWEEN_LINES = 10.0
 # --- Settings
 
 
+def load_as(setting: str, path: str | os.PathLike[str], **options: Any) -> dj.Model:
+    """`dj.load`, with the setting's name in what it refuses.
+
+    Args:
+      setting: that named the model.
+      path, options: of `dj.load`.
+
+    Raises:
+      ValueError: it cannot be loaded.
+    """
+    try:
+        return dj.load(path, **options)
+    except ValueError as error:
+        reason = str(error).removeprefix(f"model={os.fspath(path)!r}").removeprefix(": ")
+        raise ValueError(f"{setting}={os.fspath(path)!r}: {reason}") from None
+
+
 @contextlib.contextmanager
 def every_setting() -> Iterator[None]:
     """Turns the AttributeError of a setting that the config file lacks into a ValueError."""
@@ -84,10 +101,7 @@ def load_drafter(name: str, model: dj.Model, **options: Any) -> dj.Model | None:
         return None
     if name == "int8":
         return dj.quantized(model)
-    try:
-        return dj.load(name, **options)
-    except ValueError as error:
-        raise ValueError(f"drafter={name!r}: {error}") from None
+    return load_as("drafter", name, **options)
 
 
 # --- Signals

@@ -94,7 +94,10 @@ class Trainer:
             check_kept_shape(workdir, kept.config, shape)
         check_decoding(config, self.data, shape)
         self.layout: Layout = make_layout(config, shape, mesh)
-        self.objective = make_objective(config, self.layout, self.tokenizer)
+        self.objective = make_objective(config, self.layout, self.tokenizer).fit(self.data.examples["train"])
+        for split, examples in self.data.examples.items():
+            if note := self.objective.examine(examples):
+                say(f"{split}: {note}")
         # Nothing of a teacher is read when evaluating.
         self.untaught = dataclasses.replace(self.objective, teacher=None) if config.teacher.path else self.objective
         self.decoder = evaluation_decoder(config)
@@ -168,16 +171,16 @@ class Trainer:
                 jax.block_until_ready(sums[-1])
         sums = jax.device_get(sums)  # at the end, so that the devices never wait for the host
         total, count = (sum(float(part["nats_per_token"][i]) for part in sums) for i in (0, 1))
-        hits = sum(float(part["accuracy"][0]) for part in sums)
         loss = total / count
         if not math.isfinite(loss):
             raise _diverged(f"step {step}: validation loss {loss}")
-        values = {
-            "validation_loss": loss,
-            "validation_perplexity": perplexity(loss),
-            "validation_accuracy": hits / count,
-            "validation_bits_per_character": bits_per_character(total, examples.characters),
-        }
+        values = {"validation_loss": loss}
+        if "accuracy" in sums[0]:
+            hits, of = (sum(float(part["accuracy"][i]) for part in sums) for i in (0, 1))
+            values["validation_accuracy"] = hits / of
+        if self.objective.is_likelihood:
+            values["validation_perplexity"] = perplexity(loss)
+            values["validation_bits_per_character"] = bits_per_character(total, examples.characters)
         self.validated = step, loss
         self.logs.scalars(step, values)
         return values

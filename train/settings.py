@@ -18,6 +18,7 @@ from ml_collections import ConfigDict
 from decoding_jax.loop import Decoder
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.registry import make_decoder
+from decoding_jax.types import LENGTH_HEADS, SOURCE_COPIES
 from train.command import unknown_setting
 from train.config import OWN_DECODERS, default_config
 from train.data.examples import FIELDS
@@ -64,6 +65,12 @@ RANGES: Mapping[str, Range] = {
     "model.encoder_layers": _FROM_0,
     "model.rope_theta": _ABOVE_0,
     "model.dropout": _RATE,
+    "canvas.length_classes": _COUNT,
+    "canvas.length_weight": _FROM_0,
+    "canvas.outline_share": Range(0.01, 1),
+    "canvas.upsample": _COUNT,
+    "canvas.group": _COUNT,
+    "canvas.glancing": Range(0, 1, open_high=True),
     "teacher.weight": Range(0, 1),
     "teacher.temperature": _ABOVE_0,
     "optimizer.learning_rate": _ABOVE_0,
@@ -97,6 +104,9 @@ CHOICES: Mapping[str, tuple[str, ...]] = {
     "data.batching": tuple(FIELDS),
     "data.overlong": ("drop", "cut"),
     "optimizer.schedule": ("cosine", "rsqrt", "constant"),
+    "canvas.source_copy": SOURCE_COPIES,
+    "canvas.length_head": tuple(head for head in LENGTH_HEADS if head != "gaps"),
+    "canvas.outline": ("every", "rare"),
     "compute_dtype": ("float32", "bfloat16"),
     "evaluation.decoder": OWN_DECODERS,
 }
@@ -114,6 +124,12 @@ def check_settings(config: Any) -> None:
     _check_names(config, default_config(), "")
     _check_values(config)
     evaluation_decoder(config)
+    _check_canvas(config)
+    given = config.data.tokenizer
+    if given.path and given.kind != "file":
+        raise ValueError(
+            f"data.tokenizer.path={given.path!r} is read with data.tokenizer.kind='file' only; set that too"
+        )
     if config.init_from:
         return  # the model's shape is that of another one
     with naming("model", config.model):
@@ -148,6 +164,21 @@ def _check_names(given: Any, known: ConfigDict, path: str) -> None:
         elif not _is_like(given[name], default):
             kind = "tuple of texts" if isinstance(default, tuple) else type(default).__name__
             raise ValueError(f"{full}={given[name]!r}: must be of the kind {kind}, as in {full}={default!r}")
+
+
+def _check_canvas(config: ConfigDict) -> None:
+    """ValueError where a setting of `canvas` says something that the objective has no use for."""
+    objective, defaults = OBJECTIVES[config.objective], default_config().canvas
+    used = objective.settings if objective.has_canvas else ()
+    for name, value in config.canvas.items():
+        if name not in used and value != defaults[name]:
+            remedy = f"it uses {', '.join(used)}" if used else "its models write from left to right"
+            raise ValueError(f"canvas.{name}={value!r}: objective={config.objective!r} has no use for it; {remedy}")
+    copy = config.canvas.source_copy
+    if objective.has_canvas and copy not in objective.copies:
+        raise ValueError(
+            f"canvas.source_copy={copy!r}: objective={config.objective!r} takes one of {', '.join(objective.copies)}"
+        )
 
 
 def _is_like(value: Any, default: Any) -> bool:

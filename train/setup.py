@@ -22,13 +22,14 @@ from decoding_jax.models.functional import abstract_transformer, transformer_mod
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.models.transformer import TransformerConfig, View
 from decoding_jax.prepare import check_length, encode_prompt
-from decoding_jax.types import Model
+from decoding_jax.types import CanvasSpec, Model
 from train.command import say
 from train.data.batches import Plan, make_plan
 from train.data.examples import Examples, tokenise
 from train.data.texts import Texts, open_texts
-from train.data.tokenizers import make_tokenizer, start_id_of, unknown_characters
+from train.data.tokenizers import make_tokenizer, mask_id_of, start_id_of, unknown_characters
 from train.evaluation import base_language
+from train.jobs import load_as
 from train.objectives import OBJECTIVES, Teacher
 from train.optimizers import make_optimizer
 from train.settings import check_data_length, check_settings, evaluation_decoder, naming
@@ -148,6 +149,8 @@ def model_config(
         shape = TransformerConfig(**_described(config, tokenizer))
     else:
         shape = dataclasses.replace(base, dropout=config.model.dropout)
+        if base.canvas is not None:
+            shape = dataclasses.replace(shape, canvas=canvas_spec(config, base.canvas.mask_id))
     known = 0 if tokenizer is None else tokenizer.vocab_size
     if shape.vocab_size < known:
         name = "model.vocab_size" if base is None else f"init_from={config.init_from!r} with vocab_size"
@@ -166,8 +169,22 @@ def _described(config: ConfigDict, tokenizer: Tokenizer | None) -> dict[str, Any
                 f"--config.model.vocab_size={size}"
             )
         fields["vocab_size"] = tokenizer.vocab_size
-    with_encoder = objective_of(config).encoder_decoder
-    return fields | ({"start_id": 0 if tokenizer is None else start_id_of(tokenizer)} if with_encoder else {})
+    objective = objective_of(config)
+    if objective.encoder_decoder:
+        fields["start_id"] = 0 if tokenizer is None else start_id_of(tokenizer)
+    if objective.has_canvas:
+        fields["canvas"] = canvas_spec(config, 0 if tokenizer is None else mask_id_of(tokenizer))
+    return fields
+
+
+def canvas_spec(config: ConfigDict, mask_id: int) -> CanvasSpec:
+    """What the model's canvas looks like; ValueError where the settings of `canvas` have no meaning."""
+    objective, known = objective_of(config), [field.name for field in dataclasses.fields(CanvasSpec)]
+    settings = {name: value for name, value in config.canvas.items() if name in objective.settings and name in known}
+    settings |= objective.fixed
+    if settings.get("length_head") == "none":
+        settings["length_classes"] = 0
+    return CanvasSpec(config.objective, mask_id, **settings)
 
 
 def check_decoding(config: ConfigDict, data: Data, shape: TransformerConfig) -> None:
@@ -217,12 +234,24 @@ def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
     """
     if not config.init_from:
         return None
-    model = dj.load(config.init_from, dtype="float32", placement=place(mesh, TRAINING_RULES))
+    model = load_as("init_from", config.init_from, dtype="float32", placement=place(mesh, TRAINING_RULES))
     if model.tokenizer is not None and model.start_id not in (None, start_id_of(model.tokenizer)):
         raise ValueError(f"init_from={config.init_from!r}: start_id={model.start_id} is not its tokenizer's <bos>")
     if (model.encode is not None) != objective_of(config).encoder_decoder:
         kind = "a decoder-only model" if model.encode is None else "an encoder-decoder"
         raise ValueError(f"init_from={config.init_from!r} is {kind}, which objective={config.objective!r} cannot train")
+    canvas = model.config.canvas
+    if (canvas is not None) != objective_of(config).has_canvas:
+        kind = "fills a canvas" if canvas is not None else "writes from left to right"
+        raise ValueError(f"init_from={config.init_from!r} {kind}, which objective={config.objective!r} cannot train")
+    if canvas is not None:
+        wanted = canvas_spec(config, canvas.mask_id)
+        heads = [(each.length_head, each.length_classes) for each in (canvas, wanted)]
+        if heads[0] != heads[1]:
+            raise ValueError(
+                f"init_from={config.init_from!r} has a head for {heads[0][1]} {heads[0][0]}, and objective="
+                f"{config.objective!r} with this config one for {heads[1][1]} {heads[1][0]}; give both the same"
+            )
     check_data_length(config, model.config.max_length)
     return model
 
@@ -246,13 +275,24 @@ def make_objective(config: ConfigDict, layout: Layout, tokenizer: Tokenizer | No
     spec = transformer_spec(layout.config, config.compute_dtype, View(remat=config.remat))
     teacher = None
     if config.teacher.path:
-        teacher = load_teacher(config.teacher, layout, tokenizer)
-    return objective_of(config)(spec, jnp.float32(config.label_smoothing), teacher)
+        teacher = load_teacher(config, layout, tokenizer)
+    return objective_of(config).make(config, spec, teacher)
 
 
-def load_teacher(settings: ConfigDict, layout: Layout, tokenizer: Tokenizer | None) -> Teacher:
+def load_teacher(config: ConfigDict, layout: Layout, tokenizer: Tokenizer | None) -> Teacher:
     """A trained model whose predictions are learnt, beside the student on the mesh; ValueError if it does not fit."""
-    model = dj.load(settings.path, placement=place(layout.mesh, TRAINING_RULES))
+    settings = config.teacher
+    model = load_as("teacher.path", settings.path, placement=place(layout.mesh, TRAINING_RULES))
+    if model.canvas is not None:
+        raise ValueError(
+            f"teacher.path={settings.path!r} was trained with {model.canvas.objective} and writes several words at "
+            "once; give an autoregressive teacher"
+        )
+    if config.data.length > model.config.max_length:
+        raise ValueError(
+            f"teacher.path={settings.path!r} reads at most {model.config.max_length} tokens, and data.length is "
+            f"{config.data.length}; lower that"
+        )
     if (model.encode is None) != (layout.config.encoder_layers == 0):
         raise ValueError(f"teacher.path={settings.path!r}: teacher and student must both have an encoder or both none")
     digests = [None if t is None else t.vocabulary_digest() for t in (model.tokenizer, tokenizer)]

@@ -31,7 +31,9 @@ class Stopped(BaseException):
 
 
 class StopSignals:
-    """Within it the first SIGTERM or SIGINT raises Stopped; a second one ends the process at once.
+    """Within it the first SIGTERM, SIGINT or SIGHUP raises Stopped; a second one ends the process at once.
+
+    SIGHUP, which a closed terminal sends, stays ignored where it was (nohup).
 
     Several processes that get no SIGTERM at the same step may only stop together: `due` says after which step. JAX has
     a handler of its own for that, which one of Python would replace.
@@ -47,7 +49,12 @@ class StopSignals:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignals:
-        for number in (signal.SIGTERM, signal.SIGINT) if self._alone else (signal.SIGINT,):
+        numbers = [signal.SIGINT]
+        if self._alone:
+            numbers.append(signal.SIGTERM)
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+            numbers.append(signal.SIGHUP)
+        for number in numbers:
             self._before[number] = signal.signal(number, self._receive)
         return self
 
@@ -56,9 +63,10 @@ class StopSignals:
             signal.signal(number, handler)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
+        if self._caught is not None:
+            signal.signal(number, signal.SIG_DFL)
+            signal.raise_signal(number)
         self._caught = number
-        for each in self._before:
-            signal.signal(each, signal.SIG_DFL)
         if not self._alone:
             signal.raise_signal(signal.SIGTERM)
         elif not self._held:

@@ -7,12 +7,14 @@ with `argv_with_config` need no --config, and take --config.name=value all the s
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
+from train.command import BAD_USAGE, say
 from train.config import default_config
 from train.jobs import every_setting
 from train.workdir import CONFIG, flattened
@@ -44,14 +46,17 @@ def get_config(workdir: str) -> ConfigDict:
 def argv_with_config(argv: Sequence[str], flag: str) -> list[str]:
     """A command line whose --config, where it is not given, is that of the workdir that a flag names.
 
-    >>> argv_with_config(["x.py", "--model=a"], "model")[1].partition(":")[2]
-    'a'
+    Ends the process where that workdir has none.
+
     >>> argv_with_config(["x.py", "--model", "a", "--config=b.py"], "model")
     ['x.py', '--model', 'a', '--config=b.py']
     """
     workdir = _value(argv, flag)
     if workdir is None or _value(argv, "config") is not None:
         return list(argv)
+    if workdir and not (Path(workdir).expanduser() / CONFIG).exists():
+        say(f"--{flag}={workdir!r}: there is no {CONFIG} in it; give the workdir of a training run, or --config")
+        sys.exit(BAD_USAGE)
     return [argv[0], f"--config={__file__}:{workdir}", *argv[1:]]
 
 

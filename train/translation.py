@@ -7,12 +7,12 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-import decoding_jax as dj
 from decoding_jax.checkpoints import Placement
 from decoding_jax.checkpoints.cache_files import cache_dir
 from decoding_jax.types import Model
 from train.data.examples import Examples, tokenise
 from train.data.texts import Split, Texts, open_texts
+from train.jobs import load_as
 from train.workdir import digest_of_params
 
 
@@ -27,10 +27,7 @@ def load_translator(flag: str, path: str | os.PathLike[str], placement: Placemen
     Raises:
       ValueError: it cannot be loaded, or it is another kind of model.
     """
-    try:
-        model = dj.load(path, placement=placement)
-    except ValueError as error:
-        raise ValueError(f"{flag}={os.fspath(path)!r} cannot be loaded: {error}") from None
+    model = load_as(flag, path, placement=placement)
     if model.encode is None:
         raise ValueError(
             f"{flag}={os.fspath(path)!r} is a decoder-only model, which takes no source; give the workdir of a run "
@@ -61,7 +58,9 @@ def open_pairs(settings: Mapping[str, Any], split: str) -> Split:
             "objective='seq2seq', or name two features in data.fields"
         )
     if split not in texts.splits:
-        raise ValueError(f"split={split!r}: data.name={settings['name']!r} has only {', '.join(texts.splits)}")
+        raise ValueError(
+            f"split={split!r}: data.name={settings['name']!r} has only {', '.join(texts.splits)}; choose one of them"
+        )
     return texts.splits[split]
 
 

@@ -74,14 +74,23 @@ def check_workdir(workdir: Path, config: ConfigDict) -> None:
         raise ValueError(
             f"workdir={str(workdir)!r}: {nearest} is no folder that can be written; choose another --workdir"
         )
+    for folder in (workdir.absolute(), *workdir.absolute().parents):
+        if folder.name == CHECKPOINTS and (folder.parent / CONFIG).exists():
+            raise ValueError(
+                f"workdir={str(workdir)!r} is inside the checkpoints of another run; choose another --workdir"
+            )
     file = workdir / CONFIG
+    if has_learnt(workdir) and not file.exists():
+        raise ValueError(f"{file} is not there, but a run's checkpoints are; restore it, or choose another --workdir")
     if (workdir / "params").exists() or (is_complete(workdir) and not file.exists()):
         raise ValueError(f"workdir={str(workdir)!r} holds a model that is no run's; choose another --workdir")
     if not file.exists():
         return
     try:
-        there = flattened(json.loads(file.read_text(encoding="utf-8")))
-    except ValueError as error:
+        there = flattened(dict(json.loads(file.read_text(encoding="utf-8"))))
+        if not there:
+            raise ValueError("it is empty")
+    except (ValueError, TypeError) as error:
         raise ValueError(f"{file} is damaged ({error}); restore it, or remove the folder to start again") from None
     if not has_learnt(workdir):
         return

@@ -24,7 +24,7 @@ import safetensors.numpy
 
 from decoding_jax.models.functional import abstract_transformer
 from decoding_jax.models.transformer import RopeScaling, TransformerConfig
-from decoding_jax.types import PyTree
+from decoding_jax.types import CanvasSpec, PyTree
 
 Placement = jax.sharding.Sharding | Callable[[str, tuple[int, ...]], jax.sharding.Sharding] | None
 
@@ -346,8 +346,9 @@ def config_as_dict(config: TransformerConfig) -> dict[str, Any]:
 
 def config_from_dict(raw: Mapping[str, Any]) -> TransformerConfig:
     """The inverse of `config_as_dict`."""
-    scaling = raw.get("rope_scaling")
-    return TransformerConfig(**{**raw, "rope_scaling": RopeScaling(**scaling) if scaling else None})
+    parts = {"rope_scaling": RopeScaling, "canvas": CanvasSpec}
+    made = {name: kind(**raw[name]) if raw.get(name) else None for name, kind in parts.items()}
+    return TransformerConfig(**{**raw, **made})
 
 
 def dtype_of(name: Any) -> Any:

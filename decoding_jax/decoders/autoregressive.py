@@ -17,4 +17,4 @@ class Autoregressive(Prefix):
         """Proposes nothing."""
         del ctx
         batch = state.rows.length.shape[0]
-        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool)), state
+        return Draft(jnp.zeros((batch, 0), jnp.int32), jnp.zeros((batch, 0), bool), depth=0), state

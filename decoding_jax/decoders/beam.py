@@ -20,6 +20,7 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import reorder_candidates
+from decoding_jax.checks import check_whole
 from decoding_jax.masks import causal_mask
 from decoding_jax.rows import Context, prefill, start_rows
 from decoding_jax.sampling import process_logits
@@ -104,7 +105,9 @@ class Beam:
 
     def check(self, ctx: Context) -> None:
         """Refuses settings that have no meaning for a search; ValueError says which."""
-        if self.num_beams < 1 or not 1 <= self.n_best <= self.num_beams:
+        check_whole("num_beams", self.num_beams, 1)
+        check_whole("n_best", self.n_best, 1)
+        if self.n_best > self.num_beams:
             raise ValueError(f"num_beams={self.num_beams}, n_best={self.n_best}: need 1 <= n_best <= num_beams")
         if not np.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty={self.length_penalty}: must be a finite number; 0 is off")
@@ -241,13 +244,14 @@ class Beam:
         new = at < lengths[:, :, None]
         tokens = np.where(new, np.take_along_axis(best.tokens, index, axis=2), 0)
         log_probs = np.where(new, np.take_along_axis(best.log_probs, index, axis=2), np.float32(0.0))
+        finish_reasons = [[FINISH_REASONS[r] for r in reasons] for reasons in best.reason]
         zeros = np.zeros_like(calls)
         return DecodeOutput(
             tokens=tokens[:, 0],
             lengths=lengths[:, 0],
             log_probs=log_probs[:, 0],
-            finish_reason=[FINISH_REASONS[r] for r in best.reason[:, 0]],
+            finish_reason=[reasons[0] for reasons in finish_reasons],
             stats=Stats(model_calls=calls, draft_calls=zeros, drafted=zeros, accepted=zeros, tokens=lengths[:, 0]),
-            candidates=Candidates(tokens, lengths, best.total, log_probs),
+            candidates=Candidates(tokens, lengths, best.total, log_probs, finish_reasons),
             lossless=False,
         )

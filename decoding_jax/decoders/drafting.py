@@ -17,6 +17,7 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import read_slots
+from decoding_jax.checks import check_flag, check_number, check_whole
 from decoding_jax.decoders.dynamic_drafting import Siblings, grow
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.masks import causal_mask, tree_mask
@@ -48,8 +49,12 @@ class ModelDraft(Prefix):
     min_confidence: float | Array = 0.0
 
     def __post_init__(self) -> None:
-        if self.num_draft < 1:
-            raise ValueError(f"num_draft={self.num_draft}: must be at least 1; Autoregressive drafts nothing")
+        check_whole("num_draft", self.num_draft, 1, "Autoregressive drafts nothing")
+        check_flag("adaptive", self.adaptive)
+        if not isinstance(self.tree, Tree | DynamicTree | None):
+            raise ValueError(
+                f"tree={self.tree!r}: give a Tree, such as dj.Tree.of_branches((2, 1, 1)), or a DynamicTree"
+            )
         object.__setattr__(self, "acceptance", as_rule(self.acceptance))
         if isinstance(self.tree, DynamicTree) and isinstance(self.rule, Rejection):
             raise ValueError(
@@ -73,11 +78,24 @@ class ModelDraft(Prefix):
         return as_rule(self.acceptance)
 
     def check(self, ctx: Context) -> None:
-        """ValueError where a node has more children than there are tokens."""
+        """ValueError where a number is out of its range, or a node has more children than there are tokens."""
+        check_number("min_confidence", self.min_confidence, most=1.0)
+        check_number("draft_cost", self.draft_cost)
+        check_number("position_cost", self.position_cost)
+        if check := getattr(self.rule, "check", None):
+            check()
         if (most := self.shape.siblings) > ctx.model.vocab_size:
             raise ValueError(
                 f"tree: a node has {most} children, and the vocabulary only {ctx.model.vocab_size} ids; give fewer"
             )
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """As of any draft; where rows choose their depth finer, as a power of two each."""
+        if not self.adaptive:
+            return super().widths
+        powers = (2**i for i in range(self.num_nodes.bit_length()))
+        return tuple(sorted({0, *powers, self.num_nodes}))
 
     def no_history(self, ctx: Context) -> AcceptanceHistory:
         """The history of rows that have none yet: as if one token had been tried, and 0.7 of it kept."""
@@ -88,7 +106,7 @@ class ModelDraft(Prefix):
         """i32[B], how deep each row drafts: the depth that gains the most tokens for its time, by its history.
 
         With a chance a of keeping each token, k drafts give (1 - a^(k + 1)) / (1 - a) tokens (Leviathan et al. 2023)
-        and cost 1 + k (draft_cost + position_cost) calls.
+        and cost 1 + k draft_cost + n position_cost calls, where n is the least of `widths` that holds the draft.
         """
         depth = self.shape.depth
         if not self.adaptive:
@@ -96,13 +114,16 @@ class ModelDraft(Prefix):
         chance = history.kept / history.tried
         drafts = jnp.arange(1, depth + 1, dtype=jnp.float32)
         gained = 1.0 + jnp.cumsum(chance[:, None] ** drafts[None], axis=1)
-        cost = 1.0 + drafts * (self.draft_cost + self.position_cost)
+        nodes = [min(w for w in self.widths if w >= self.shape.nodes_within(k)) for k in range(1, depth + 1)]
+        cost = 1.0 + drafts * self.draft_cost + jnp.asarray(nodes, jnp.float32) * self.position_cost
         return (jnp.argmax(gained / cost[None], axis=1) + 1).astype(jnp.int32)
 
     def learn(
         self, history: AcceptanceHistory, state: PrefixState, draft: Draft, result: Accepted
     ) -> AcceptanceHistory:
-        """The history with the newest round; rows that took no part keep theirs."""
+        """The history with the newest round; rows that took no part keep theirs, and all where it is not used."""
+        if not self.adaptive:
+            return history
         drafted = jnp.where(state.record.verifiable, draft.depths, 0).max(axis=1)
         # The first token that was not kept was tried; those behind it were not.
         tried = jnp.minimum(result.accepted + 1, drafted).astype(jnp.float32)
@@ -140,7 +161,7 @@ class ModelDraft(Prefix):
         out = ctx.apply(inputs, cache)
         first = out.hidden[:, -1:]
         if isinstance(self.shape, DynamicTree):
-            draw = functools.partial(self.siblings, ctx, rows)
+            draw = functools.partial(self.draw_children, ctx, rows)
             return grow(self.shape, ctx, rows, out.cache, first, lengths, draw)
         draft, cache, calls = self._draft_levels(self.shape, ctx, rows, out.cache, first, lengths)
         return draft, cache, calls, jnp.arange(1, self.shape.size + 1)[None]
@@ -184,7 +205,7 @@ class ModelDraft(Prefix):
         )
         return draft, cache, 1 + fed.sum()
 
-    def siblings(self, ctx: Context, rows: Rows, hidden: Array, paths: Array, depth: Array) -> Siblings:
+    def draw_children(self, ctx: Context, rows: Rows, hidden: Array, paths: Array, depth: Array) -> Siblings:
         """Draws the children of the M nodes of one level.
 
         Args:
@@ -237,7 +258,7 @@ class ModelDraft(Prefix):
     ) -> _Drafting:
         """Draws the next level from features [B, M, D] of this one; of the root alone M is 1."""
         columns, depth = hidden.shape[1], level["depth"]
-        found = self.siblings(ctx, rows, hidden, drafting.paths[:, :columns], depth)
+        found = self.draw_children(ctx, rows, hidden, drafting.paths[:, :columns], depth)
         column = jnp.minimum(level["parent"], columns - 1)
         of_children = lambda x: x[:, column, level["rank"]]
         drawn = of_children(found.tokens)

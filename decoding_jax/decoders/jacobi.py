@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
+from decoding_jax.checks import check_flag, check_whole
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.rows import Context, processed_logits
 from decoding_jax.sampling import draw
@@ -19,9 +20,9 @@ class Jacobi(Prefix):
     What the model would draw anyway is committed at once: the guesses that agree with it, and the token behind
     them. The draws have the noise of their positions, so a fixed point is plain decoding's output at any temperature.
 
-    `block_length` of the whole budget is the paper's Jacobi decoding; shorter blocks that are finished one after
-    the other (`sliding=False`) its Jacobi-Gauss-Seidel decoding; in both an accepted end of sequence stops the row
-    (its hybrid). By default the block slides on with what is committed.
+    `block_length` of the whole budget is the paper's parallel Jacobi decoding (PJ); shorter blocks that are finished
+    one after the other (`sliding=False`) are its Gauss-Seidel-Jacobi decoding (PGJ), and as an accepted end of sequence
+    stops the row, its hybrid (HGJ). By default the block slides on with what is committed.
 
     Attributes:
       block_length: K, how many tokens are guessed.
@@ -34,8 +35,8 @@ class Jacobi(Prefix):
     sliding: bool = struct.field(pytree_node=False, default=True)
 
     def __post_init__(self) -> None:
-        if self.block_length < 1:
-            raise ValueError(f"block_length={self.block_length}: must be at least 1")
+        check_whole("block_length", self.block_length, 1)
+        check_flag("sliding", self.sliding)
 
     @property
     def num_nodes(self) -> int:

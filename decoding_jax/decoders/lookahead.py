@@ -8,6 +8,7 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import read_slots
+from decoding_jax.checks import check_flag, check_whole
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.rows import Context
 from decoding_jax.trees import merge_chains
@@ -60,10 +61,9 @@ class Lookahead(Prefix):
     prompt_ngrams: bool = struct.field(pytree_node=False, default=False)
 
     def __post_init__(self) -> None:
-        least = {"window": 1, "ngram": 2, "candidates": 1, "pool_size": self.candidates}
-        for name, lowest in least.items():
-            if getattr(self, name) < lowest:
-                raise ValueError(f"{name}={getattr(self, name)}: must be at least {lowest}")
+        check_flag("prompt_ngrams", self.prompt_ngrams)
+        for name, least in {"window": 1, "ngram": 2, "candidates": 1, "pool_size": self.candidates}.items():
+            check_whole(name, getattr(self, name), least)
 
     @property
     def num_riders(self) -> int:
@@ -84,6 +84,7 @@ class Lookahead(Prefix):
     def begin(self, ctx: Context) -> _Carry:
         """A window of tokens from all over the prompt, and an empty pool or the prompt's."""
         batch, shape = ctx.prompts.shape[0], (self.ngram - 1, self.window)
+        # A prime, so that the places are scattered whatever the prompt's length.
         scattered = 7919 * jnp.arange(1, self.num_riders + 2)[None] % ctx.prompt_lengths[:, None]
         window = read_slots(ctx.prompts, scattered).reshape(batch, *shape)
         ngrams = jnp.zeros((batch, self.pool_size, self.ngram), jnp.int32)

@@ -48,7 +48,7 @@ class Draft:
     verifiable: Array
     parents: Array | None = None
     log_q: Array | None = None
-    depth: int = struct.field(pytree_node=False, default=0)
+    depth: int = struct.field(pytree_node=False, kw_only=True)
     siblings: int = struct.field(pytree_node=False, default=1)
     riders: int = struct.field(pytree_node=False, default=0)
 
@@ -116,11 +116,14 @@ class Prefix:
     """Base of the methods that grow a prefix. Subclasses are flax.struct dataclasses.
 
     A method supplies `num_nodes` and `propose`, and where it remembers something between rounds also
-    `begin` and `observe`. One that drafts with a second model says so in `takes_drafter`; one that learns from
-    what the target says of every proposal, in `reads_logits` (it then has one width and no riders).
+    `begin` and `observe`. One that drafts with a second model says so in `takes_drafter`, and in `drafter_hint`
+    what it lacks without one; one that learns from what the target says of every proposal says so in `reads_logits`
+    (it then has one width and no riders).
     """
 
+    grows_prefix = True
     takes_drafter = False
+    drafter_hint = "a smaller model with the same vocabulary as drafter"
     reads_logits = False
 
     @property

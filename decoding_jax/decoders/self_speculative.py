@@ -7,6 +7,7 @@ import dataclasses
 import jax
 from flax import struct
 
+from decoding_jax.checks import check_whole, is_whole
 from decoding_jax.decoders.drafting import AcceptanceHistory, ModelDraft, counted
 from decoding_jax.decoders.prefix import Accepted, Draft, PrefixState
 from decoding_jax.rows import Context
@@ -19,7 +20,7 @@ class SelfSpeculative(ModelDraft):
 
     What drafting writes into the cache the verifying call writes again, in full. The part is either of
 
-    - `exit_layer`: leave before this layer (LayerSkip, Elhoushi et al. 2024);
+    - `exit_layer`: leave before this layer (LayerSkip, Elhoushi et al. 2024; good for models trained to);
     - `skip_layers`: leave these out (Draft & Verify, Zhang et al. 2024);
     - neither: a copy of the target with coarser weights, given as `decode(..., drafter=quantized(model))`.
 
@@ -32,10 +33,15 @@ class SelfSpeculative(ModelDraft):
     exit_layer: int | None = struct.field(pytree_node=False, default=None)
     skip_layers: tuple[int, ...] = struct.field(pytree_node=False, default=())
 
+    drafter_hint = "exit_layer, skip_layers, or as drafter a coarser copy (dj.quantized(model), in commands int8)"
+
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.exit_layer is not None and self.exit_layer < 1:
-            raise ValueError(f"exit_layer={self.exit_layer}: at least one layer has to run; give 1 or more")
+        if self.exit_layer is not None:
+            check_whole("exit_layer", self.exit_layer, 1, "one layer has to run")
+        skipped = self.skip_layers
+        if not isinstance(skipped, tuple) or not all(map(is_whole, skipped)) or len(set(skipped)) < len(skipped):
+            raise ValueError(f"skip_layers={skipped!r}: give different numbers of layers, such as (1, 3)")
         if self.exit_layer is not None and self.skip_layers:
             raise ValueError("exit_layer and skip_layers are two ways to draft; give one of them")
 
@@ -48,7 +54,11 @@ class SelfSpeculative(ModelDraft):
         """ValueError where the target has no such layers, or the coarser copy is of another model."""
         super().check(ctx)
         if not self.takes_drafter:
-            self._part(ctx.model)
+            named = f"skip_layers={self.skip_layers}" if self.skip_layers else f"exit_layer={self.exit_layer}"
+            try:
+                self._part(ctx.model)
+            except ValueError as error:
+                raise ValueError(f"{named}: {error}; choose among these") from None
         elif ctx.drafter is not None and _empty_cache(ctx.drafter) != _empty_cache(ctx.model):
             raise ValueError(
                 "drafter: its cache is not the target's, in which SelfSpeculative drafts; give a coarser copy of the "

@@ -38,12 +38,13 @@ class Speculative(ModelDraft):
         is not lossless.
       tree: drafts several siblings at each place instead of a chain of `num_draft`: a `Tree`, or a `DynamicTree`,
         whose shape follows the drafter's probabilities.
-      adaptive: each row drafts as deep as pays by its own history of acceptance.
+      adaptive: each row drafts as deep as pays by its own history of acceptance; calls of the target then come in
+        widths of every power of two, which takes longer to compile.
       draft_cost: with `adaptive`, a call of the drafter, in calls of the target on one position.
       position_cost: with `adaptive`, what each further position adds to a call of the target, in such calls;
-        small on accelerators, 0.1 to 0.2 on CPUs.
-      min_confidence: a row stops to draft behind a token that the drafter itself gives less than this
-        probability; 0 is off.
+        small on accelerators, 0.1 to 0.3 on CPUs.
+      min_confidence: a row stops to draft behind a token that the drafter itself, at temperature 1 and before any
+        processor, gives less than this probability (transformers' assistant_confidence_threshold); 0 is off.
     """
 
     takes_drafter = True
@@ -51,8 +52,8 @@ class Speculative(ModelDraft):
     def begin(self, ctx: Context) -> Any:
         """Prefills the drafter."""
         capacity = ctx.prompts.shape[1] + self.num_nodes
-        nowhere = jnp.zeros((len(ctx.prompt_lengths), self.num_nodes), jnp.int32)
-        return _Carry(prefill(ctx.of_drafter, capacity), nowhere, self.no_history(ctx))
+        unused = jnp.zeros((len(ctx.prompt_lengths), self.num_nodes), jnp.int32)
+        return _Carry(prefill(ctx.of_drafter, capacity), unused, self.no_history(ctx))
 
     def propose(self, ctx: Context, state: PrefixState) -> tuple[Draft, PrefixState]:
         """What the drafter draws."""

@@ -76,6 +76,35 @@ class ModuleReadout:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModuleGaps:
+    """`gap_logits` of a module: features to logits of the gap before the next token."""
+
+    graphdef: Any
+
+    def __call__(self, params: PyTree, hidden: Array) -> Array:
+        with full_precision(params):
+            return nnx.merge(self.graphdef, params).gap_logits(hidden)
+
+
+@dataclasses.dataclass(frozen=True)
+class ModuleEmbed:
+    """`embed` of a module: tokens to the embeddings that enter it."""
+
+    graphdef: Any
+
+    def __call__(self, params: PyTree, tokens: Array) -> Array:
+        embedded: Array = nnx.merge(self.graphdef, params).embed(tokens)
+        return embedded
+
+
+def remembered_length_logits(params: PyTree, rows: PyTree) -> Array:
+    """`length_logits` of a Transformer with a length head: `encode` has made them."""
+    del params
+    logits: Array = rows["length_logits"]
+    return logits
+
+
+@dataclasses.dataclass(frozen=True)
 class TransformerInitCache:
     """`init_cache` of a Transformer, equal for equal configs."""
 
@@ -95,12 +124,17 @@ def abstract_transformer(config: TransformerConfig, dtype: Any = jnp.float32) ->
 def transformer_spec(config: TransformerConfig, dtype: Any = jnp.float32, view: View = View()) -> ModelSpec:
     """The static part of a Transformer that computes in `dtype`."""
     graphdef, _ = abstract_transformer(config, dtype)
+    head = "none" if config.canvas is None else config.canvas.length_head
     return ModelSpec(
         apply=ModuleApply(graphdef, config.num_layers, view),
         readout=ModuleReadout(graphdef),
         init_cache=TransformerInitCache(config, jnp.dtype(dtype)),
         vocab_size=config.vocab_size,
         encode=ModuleEncode(graphdef, view) if config.encoder_layers else None,
+        canvas=config.canvas,
+        embed=ModuleEmbed(graphdef),
+        length_logits=remembered_length_logits if head in ("lengths", "offsets") else None,
+        gap_logits=ModuleGaps(graphdef) if head == "gaps" else None,
     )
 
 
@@ -108,12 +142,8 @@ def transformer_model(config: TransformerConfig, params: PyTree, **fields: Any) 
     """A Model over existing Transformer params (as `nnx.split` gives them); `fields` are Model's."""
     spec = transformer_spec(config, float_dtype(params))
     return Model(
-        apply=spec.apply,
+        **{field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)},
         params=params,
-        vocab_size=config.vocab_size,
-        init_cache=spec.init_cache,
-        readout=spec.readout,
-        encode=spec.encode,
         start_id=config.start_id,
         config=config,
         max_length=config.max_length,

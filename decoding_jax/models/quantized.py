@@ -26,8 +26,10 @@ def quantized(model: Model) -> Model:
     Raises:
       ValueError: the model is no Transformer.
     """
+    if not isinstance(model, Model):
+        raise ValueError(f"quantized: {model!r} is no Model; give one, such as dj.load gives")
     if not isinstance(model.config, TransformerConfig):
-        raise ValueError(f"quantized: {model!r} has no TransformerConfig; give a Transformer")
+        raise ValueError(f"quantized: {model!r} is no Transformer; only models that dj.load gives have int8 copies")
     if is_quantized(model.params):
         return model
     return dataclasses.replace(model, params=quantize_params(model.params))

@@ -22,7 +22,7 @@ import qwix
 from flax import nnx
 
 from decoding_jax.cache import write_slots
-from decoding_jax.types import Array, Cache, Features, Inputs, PyTree
+from decoding_jax.types import Array, Cache, CanvasSpec, Features, Inputs, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,6 +48,8 @@ class TransformerConfig:
     With `encoder_layers` it is an encoder-decoder: `num_layers` counts the decoder's layers, which also look at
     the encoded source, and its output begins behind `start_id`; both sides share the embedding. `dropout` is the
     rate at which features are zeroed in calls that bring a key for it (training); other calls know no dropout.
+    With `canvas` it fills a whole canvas at once: sinusoids of the positions are added to what enters it, since
+    hidden positions, being alike, could not be told apart by rotated keys, and its encoder may have a length head.
     """
 
     vocab_size: int
@@ -68,6 +70,7 @@ class TransformerConfig:
     encoder_layers: int = 0
     start_id: int | None = None
     dropout: float = 0.0
+    canvas: CanvasSpec | None = None
 
     def __post_init__(self) -> None:
         sizes = (
@@ -116,6 +119,8 @@ class View:
             named = ", ".join(f"{name}={value}" for name, value in given.items() if value)
             raise ValueError(f"view({named}): the model has layers 0..{num_layers - 1}")
         run = [i for i in range(self.start, stop) if i not in self.skip]
+        if self.skip and not run:
+            raise ValueError(f"view(skip={self.skip}): nothing is left of the layers 0..{num_layers - 1}")
         if missing := [i for i in self.taps if i not in run]:
             raise ValueError(f"view(taps={self.taps}): layers {missing} are not run by this view")
         return run
@@ -134,6 +139,18 @@ def rope_frequencies(config: TransformerConfig) -> Array:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     keep = jnp.clip((turns - low) / (high - low), 0.0, 1.0)
     return frequency * (keep + (1.0 - keep) / scaling.factor)
+
+
+def sinusoids(positions: Array, width: int) -> Array:
+    """Positions i32[...] as sines and cosines f32[..., D] of wavelengths from 2 pi to 20,000 pi (Vaswani et al. 2017).
+
+    Their length is 1, that of a new embedding. A width that is odd leaves its last feature 0.
+    """
+    half = width // 2
+    frequency = 10000.0 ** -(jnp.arange(half, dtype=jnp.float32) / half)
+    angles = jnp.multiply.outer(positions.astype(jnp.float32), frequency)
+    both = jnp.concatenate([jnp.sin(angles), jnp.cos(angles)], axis=-1) * half**-0.5
+    return jnp.pad(both, [(0, 0)] * positions.ndim + [(0, width % 2)])
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
@@ -205,10 +222,9 @@ class Embedding(nnx.Embed):
         return qwix.dequantize(jax.tree.map(lambda x: jnp.take(x, tokens, axis=0), table))
 
     def attend(self, query: Array, out_sharding: Any = None) -> Array:
-        table = self.embedding.get_value()
-        if not isinstance(table, qwix.QArray):
-            return super().attend(query, out_sharding)
-        return product(query, table, axis=1)
+        # Not nnx.Embed's product with the transposed table: in a branch XLA's CPU backend writes it out in every call.
+        del out_sharding
+        return product(query, self.embedding.get_value(), axis=1)
 
 
 class Attention(nnx.Module):
@@ -341,6 +357,8 @@ class Transformer(nnx.Module):
         self.encoder_norm = norm() if cross else None
         self.layers = nnx.List([Layer(config, dtype, cross=cross, rngs=rngs) for _ in range(config.num_layers)])
         self.norm = norm()
+        classes = 0 if config.canvas is None else config.canvas.length_classes
+        self.length_head = Linear(config.width, classes, dtype=dtype, use_bias=True, rngs=rngs) if classes else None
         self.head = None if config.tie_embeddings else Linear(config.width, config.vocab_size, dtype=dtype, rngs=rngs)
 
     def _angles(self, positions: Array) -> tuple[Array, Array]:
@@ -362,16 +380,27 @@ class Transformer(nnx.Module):
             raise ValueError("encode: this Transformer has no encoder (encoder_layers=0)")
         batch, size = tokens.shape
         inside = jnp.arange(size)[None] < lengths[:, None]
-        cos, sin = self._angles(jnp.broadcast_to(jnp.arange(size)[None], (batch, size)))
+        positions = jnp.broadcast_to(jnp.arange(size)[None], (batch, size))
+        cos, sin = self._angles(positions)
         given = _LayerInputs(cos, sin, jnp.broadcast_to(inside[:, None], (batch, size, size)))
         keys = _layer_keys(dropout_key, len(self.encoder))
         run = _rematerialised_layer if view.remat else _run_layer
-        x = dropout(self.embed(tokens), keys[-1], self.config.dropout)
+        x = dropout(self._placed(self.embed(tokens), positions), keys[-1], self.config.dropout)
         for layer, key in zip(self.encoder, keys, strict=False):
             x, _ = run(*nnx.split(layer), x, given._replace(key=key))
         x = self.encoder_norm(x)
         memories = [layer.cross.remember(x) for layer in self.layers if layer.cross is not None]
-        return {"layers": memories, "mask": inside}
+        rows = {"layers": memories, "mask": inside}
+        if self.length_head is None or (self.config.canvas is not None and self.config.canvas.length_head == "gaps"):
+            return rows
+        mean = jnp.where(inside[:, :, None], x, 0).sum(axis=1) / lengths[:, None].astype(x.dtype)
+        return rows | {"length_logits": self.length_head(mean).astype(jnp.float32)}
+
+    def _placed(self, x: Array, positions: Array) -> Array:
+        """Embeddings [B, T, D] that know where they stand, in models that fill canvases."""
+        if self.config.canvas is None:
+            return x
+        return x + sinusoids(positions, self.config.width).astype(x.dtype)
 
     def __call__(self, inputs: Inputs, cache: Cache | None, view: View = View()) -> Features:
         """Runs the layers of `view`; a cache is read and written where `inputs.slots` says.
@@ -383,7 +412,8 @@ class Transformer(nnx.Module):
             raise ValueError("Inputs.time and Inputs.features: this Transformer takes neither; leave them None")
         keys = _layer_keys(inputs.dropout_key, self.config.num_layers)
         x = self.embed(inputs.tokens) if inputs.embeds is None else inputs.embeds
-        x = dropout(x, keys[-1], self.config.dropout)
+        if view.start == 0:
+            x = dropout(self._placed(x, inputs.positions), keys[-1], self.config.dropout)
         mask, slots, kept, key_positions = inputs.mask, inputs.slots, None, inputs.positions
         if slots is not None:
             if cache is None:
@@ -412,6 +442,11 @@ class Transformer(nnx.Module):
         if view.stop is None:
             x = self.norm(x)
         return Features(x, tuple(taps[i] for i in view.taps), cache)
+
+    def gap_logits(self, hidden: Array) -> Array:
+        """Features [..., D] of an outline to logits f32[..., C] of the gap before the next token."""
+        assert self.length_head is not None  # of a model with this head
+        return self.length_head(hidden).astype(jnp.float32)
 
     def readout(self, hidden: Array) -> Array:
         """Features [..., D] to logits f32[..., V]."""

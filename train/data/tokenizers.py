@@ -57,6 +57,17 @@ def start_id_of(tokenizer: Tokenizer) -> int:
     return tokenizer.eos_ids[0] if tokenizer.bos_id is None else tokenizer.bos_id
 
 
+def mask_id_of(tokenizer: Tokenizer) -> int:
+    """<mask>, which stands at hidden places; ValueError where there is none."""
+    found: int | None = tokenizer.backend.token_to_id(tokenizer.named_tokens.get("mask_token", MASK))
+    if found is None:
+        raise ValueError(
+            "the tokenizer has no <mask>, which models that fill a canvas need; train with a tokenizer made here "
+            "(data.tokenizer.kind='bpe'), or add a mask_token to its tokenizer_config.json"
+        )
+    return found
+
+
 def unknown_id_of(tokenizer: Tokenizer) -> int | None:
     """<unk>, which stands for what the vocabulary lacks; None where it lacks nothing."""
     return tokenizer.backend.token_to_id(tokenizer.named_tokens.get("unk_token", ""))

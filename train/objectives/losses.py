@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from ml_collections import ConfigDict
 
 from decoding_jax.types import Array, ModelSpec, PyTree
+from train.data.examples import Examples
 
 # Each metric is a sum and what it is to be divided by, so that parts of a batch add up to its exact mean.
 Metrics = dict[str, tuple[Array, Array]]
@@ -123,10 +125,28 @@ class TokenPrediction:
     label_smoothing: Array
     teacher: Teacher | None = None
 
+    is_likelihood: ClassVar[bool] = True
+    has_canvas: ClassVar[bool] = False
+
+    @classmethod
+    def make(cls, config: ConfigDict, spec: ModelSpec, teacher: Teacher | None) -> Any:
+        """The objective that a config describes."""
+        return cls(spec, jnp.float32(config.label_smoothing), teacher)
+
     @staticmethod
     def logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
         """Logits f32[B * T, V] of every target of a batch."""
         raise TypeError("an objective says how its model reads a batch")
+
+    def fit(self, examples: Examples) -> Any:
+        """Nothing has to be known."""
+        del examples
+        return self
+
+    def examine(self, examples: Examples) -> str | None:
+        """Every example can be learnt."""
+        del examples
+        return None
 
     def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
         """See `Objective.loss`."""

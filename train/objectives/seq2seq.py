@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ class Seq2Seq(TokenPrediction):
 
     fields: ClassVar[tuple[str, ...]] = ("source", "target")
     encoder_decoder: ClassVar[bool] = True
+    fixed: ClassVar[Mapping[str, Any]] = {}
 
     @staticmethod
     def abstract_batch(rows: int, length: int) -> dict[str, jax.ShapeDtypeStruct]:
