@@ -1,7 +1,7 @@
 """Drafting with a model, level by level: what `Speculative` and `SelfSpeculative` share.
 
 The draft model feeds the nodes of one level of the draft's shape and draws the next level from what it says of
-them. A chain is a shape whose levels have one node. All levels but the first are one scanned body, so a longer
+them. A chain is a shape whose levels have one node. All levels but the first are one loop, so a longer
 draft compiles no longer; a level that no row asks for is skipped. A `DynamicTree` is grown in `dynamic_drafting`.
 """
 
@@ -18,7 +18,7 @@ from flax import struct
 
 from decoding_jax.cache import read_slots
 from decoding_jax.checks import check_flag, check_number, check_whole
-from decoding_jax.decoders.dynamic_drafting import Siblings, grow
+from decoding_jax.decoders.dynamic_drafting import Siblings, feed_levels, grow
 from decoding_jax.decoders.prefix import Accepted, Draft, Prefix, PrefixState
 from decoding_jax.masks import causal_mask, tree_mask
 from decoding_jax.rows import Context, Rows
@@ -173,11 +173,12 @@ class ModelDraft(Prefix):
         root, capacity = rows.length - 1, rows.tokens.shape[1] + shape.size
         width = max(map(len, shape.levels[1:]))
         plan = _plan(shape, width)
-        first = jax.tree.map(lambda x: x[0], plan)
-        drafting = self._draw(shape, ctx, rows, lengths, hidden, self._nothing_drawn(shape, ctx, rows, width), first)
+        nothing = self._nothing_drawn(shape, ctx, rows, width)
+        drafting = self._draw(shape, ctx, rows, lengths, hidden, nothing, jax.tree.map(lambda x: x[0], plan))
 
-        def feed(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[_Drafting, PyTree]:
+        def feed(carry: tuple[_Drafting, PyTree], depth: Array) -> tuple[_Drafting, PyTree]:
             drafting, cache = carry
+            level = jax.tree.map(lambda x: x[depth], plan)
             node = level["node"][None]
             reach = jnp.broadcast_to(level["reach"], (len(rows.length), *level["reach"].shape))
             inputs = Inputs(
@@ -189,12 +190,8 @@ class ModelDraft(Prefix):
             out = ctx.apply(inputs, cache)
             return self._draw(shape, ctx, rows, lengths, out.hidden, drafting, level), out.cache
 
-        def next_level(carry: tuple[_Drafting, PyTree], level: PyTree) -> tuple[tuple[_Drafting, PyTree], Array]:
-            needed = ((lengths > level["depth"]) & carry[0].going.any(axis=1)).any()
-            return jax.lax.cond(needed, feed, lambda carry, _: carry, carry, level), needed.astype(jnp.int32)
-
-        rest = jax.tree.map(lambda x: x[1:], plan)
-        (drafting, cache), fed = jax.lax.scan(next_level, (drafting, cache), rest)
+        still = lambda carry: carry[0].going.any(axis=1)
+        (drafting, cache), fed = feed_levels(feed, still, (drafting, cache), lengths, shape.depth)
         draft = Draft(
             tokens=drafting.tokens[:, 1 : shape.size + 1],
             verifiable=drafting.verifiable[:, 1 : shape.size + 1],
@@ -203,7 +200,7 @@ class ModelDraft(Prefix):
             depth=shape.depth,
             siblings=shape.siblings,
         )
-        return draft, cache, 1 + fed.sum()
+        return draft, cache, 1 + fed
 
     def draw_children(self, ctx: Context, rows: Rows, hidden: Array, paths: Array, depth: Array) -> Siblings:
         """Draws the children of the M nodes of one level.

@@ -1,4 +1,4 @@
-"""Growing a draft tree by probability: what a draft with a `DynamicTree` does (Li et al., EAGLE-2, 2024)."""
+"""Growing a draft level by level, and by probability: what a `DynamicTree` does (Li et al., EAGLE-2, 2024)."""
 
 from __future__ import annotations
 
@@ -70,6 +70,33 @@ class _Nodes:
     places: Array
 
 
+def feed_levels(
+    feed: Callable[[Any, Array], Any], going: Callable[[Any], Array], start: Any, lengths: Array, depth: int
+) -> tuple[Any, Array]:
+    """Drafts one level after the other, from 1 to `depth` - 1, for as long as a row asks for the next one.
+
+    A level that is skipped inside of a scan costs a copy of the cache; a loop that ends costs nothing.
+
+    Args:
+      feed: from what is drafted so far and a level, i32[], to what is drafted with it.
+      going: of what is drafted so far, bool[B], the rows that can be drafted on.
+      start: the root, and level 0.
+      lengths: i32[B], how deep each row drafts.
+      depth: of the whole draft.
+
+    Returns:
+      What is drafted, and how many levels were fed, i32[].
+    """
+    if depth == 1:
+        return start, jnp.int32(0)
+    # A row that asks for no further level asks for none behind it.
+    asked = lambda carry: (carry[0] < depth) & ((lengths > carry[0]) & going(carry[1])).any()
+    level, drafted = jax.lax.while_loop(
+        asked, lambda carry: (carry[0] + 1, feed(carry[1], carry[0])), (jnp.int32(1), start)
+    )
+    return drafted, level - 1
+
+
 def grow(
     tree: DynamicTree, ctx: Context, rows: Rows, cache: PyTree, hidden: Array, lengths: Array, draw: DrawSiblings
 ) -> tuple[Draft, PyTree, Array, Array]:
@@ -137,13 +164,9 @@ def grow(
         )
         return frontier, nodes
 
-    def next_level(carry: tuple[_Frontier, _Nodes, PyTree], depth: Array) -> tuple[Any, Array]:
-        needed = ((lengths > depth) & carry[0].going.any(axis=1)).any()
-        return jax.lax.cond(needed, feed, lambda carry, _: carry, carry, depth), needed.astype(jnp.int32)
-
     frontier, nodes = expand(*_root_alone(tree, rows), hidden, jnp.int32(0))
-    levels = jnp.arange(1, tree.depth, dtype=jnp.int32)
-    (_, nodes, cache), fed = jax.lax.scan(next_level, (frontier, nodes, cache), levels)
+    still = lambda carry: carry[0].going.any(axis=1)
+    (_, nodes, cache), fed = feed_levels(feed, still, (frontier, nodes, cache), lengths, tree.depth)
     index, parents = most_probable(nodes.log_probs, nodes.parents, tree.size, ctx.top_k)
     take = lambda x: jnp.take_along_axis(x, index, axis=1)
     verifiable = take(nodes.log_probs) > -jnp.inf
@@ -154,7 +177,7 @@ def grow(
         depth=tree.depth,
         siblings=tree.siblings,
     )
-    return draft, cache, 1 + fed.sum(), take(nodes.places)
+    return draft, cache, 1 + fed, take(nodes.places)
 
 
 def _root_alone(tree: DynamicTree, rows: Rows) -> tuple[_Frontier, _Nodes]:
