@@ -227,6 +227,22 @@ class Embedding(nnx.Embed):
         return product(query, self.embedding.get_value(), axis=1)
 
 
+def look(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """Attention from q [B, T, H, size] to k, v [B, S, kv heads, size] where mask bool[B, T, S]: [B, T, H, size].
+
+    From one place it is written as sums that read the cache as it lies: for products by heads, XLA's CPU backend
+    writes the whole cache out in another order at every step.
+    """
+    (batch, places, _, size), kv_heads = q.shape, k.shape[2]
+    if places > 1:
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    grouped, keys, values = (x.astype(jnp.float32) for x in (q.reshape(batch, 1, kv_heads, -1, size), k, v))
+    scores = (grouped * keys[:, :, :, None]).sum(axis=-1) * size**-0.5
+    unseen = jnp.finfo(jnp.float32).min  # not -inf: a place that sees nothing must not become NaN
+    weights = jax.nn.softmax(jnp.where(mask[:, 0, :, None, None], scores, unseen), axis=1)
+    return (weights[..., None] * values[:, :, :, None]).sum(axis=1).astype(v.dtype).reshape(q.shape)
+
+
 class Attention(nnx.Module):
     """Grouped-query attention whose keys and values come from wherever the caller says."""
 
@@ -252,8 +268,7 @@ class Attention(nnx.Module):
 
     def attend(self, q: Array, k: Array, v: Array, mask: Array) -> Array:
         """Looks from q [B, T, H, size] at k, v [B, S, kv heads, size] where mask bool[B, T, S]: [B, T, D]."""
-        seen = jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
-        return self.out(seen.reshape(*seen.shape[:2], -1))
+        return self.out(look(q, k, v, mask).reshape(*q.shape[:2], -1))
 
 
 class CrossAttention(nnx.Module):
@@ -276,9 +291,8 @@ class CrossAttention(nnx.Module):
         """Looks from x [B, T, D] at the remembered source where mask bool[B, M]: [B, T, D]."""
         kv_heads, group, size = self.sizes
         q = self.q(x).reshape(*x.shape[:2], kv_heads * group, size)
-        mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, x.shape[1], mask.shape[1]))
-        seen = jax.nn.dot_product_attention(q, memory["k"], memory["v"], mask=mask)
-        return self.out(seen.reshape(*seen.shape[:2], -1))
+        mask = jnp.broadcast_to(mask[:, None], (*x.shape[:2], mask.shape[1]))
+        return self.out(look(q, memory["k"], memory["v"], mask).reshape(*x.shape[:2], -1))
 
 
 def _residual_scale(config: TransformerConfig) -> float:
