@@ -1,35 +1,39 @@
 r"""A draft model for SmolLM2-135M-Instruct: 5 of its 30 layers, taught by its own greedy outputs.
 
-    python scripts/self_prompt.py --count=1600 --output=outputs/self_prompt
     python scripts/prune_layers.py --input=smollm2-135m-instruct --layers=0,1,12,24,29 --output=outputs/pruned
-    python -m train --config=configs/draft_smollm2.py:outputs
+    python -m train --config=configs/draft_smollm2.py
 
-The path behind the colon is the folder of these two outputs. On two CPU cores the first command takes an hour and the
-last 20 minutes. Trained on the first 1,256 answers, 188,000 tokens with their questions, the validation loss is 2.74
-nats per token at step 200, the best one; what its drafts bring is in docs/draft_verify.md. As the loss rises from there
-on, more answers may make better drafts.
+20 minutes on two CPU cores. The texts are in train/data/smollm2_answers; another model's, or more, are made by
+
+    python scripts/self_prompt.py --count=1600 --output=outputs/self_prompt
+    python -m train --config=configs/draft_smollm2.py:outputs/self_prompt
+
+with their folder behind the colon. LOSS_LINE
+What its drafts bring is in docs/draft_verify.md.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
+import train.data
 from train.config import default_config
 
 
-def get_config(folder: str = "outputs") -> ConfigDict:
-    """The settings, given the data's folder; each can be changed on the command line with --config.name=value."""
+def get_config(texts: str = "") -> ConfigDict:
+    """The settings, given the texts' folder; each can be changed on the command line with --config.name=value."""
     config = default_config()
     config.objective = "causal_lm"
     config.total_steps = 300
-    config.init_from = f"{folder}/pruned"
+    config.init_from = "outputs/pruned"
     config.frozen = ("embed/.*",)  # the target's own, which is the readout too
 
-    texts = f"{folder}/self_prompt"
+    folder, ending = (texts, "") if texts else (Path(train.data.__file__).parent / "smollm2_answers", ".gz")
+    files = {split: f"{folder}/{split}.jsonl{ending}" for split in ("train", "validation")}
     config.data.name = "plain_text"
-    config.data.files = ConfigDict(
-        {"train": f"{texts}/train.jsonl", "validation": f"{texts}/validation.jsonl", "test": ""}
-    )
+    config.data.files = ConfigDict(files | {"test": ""})
     config.data.markup = True
     config.data.batching = "packed"
     config.data.length = 256

@@ -182,16 +182,27 @@ class Batch:
 
 
 def plan_parts(
-    lengths: Sequence[int], batch_size: int, batches_per_part: int, kinds: Sequence[bool] | None = None
+    lengths: Sequence[int],
+    batch_size: int,
+    batches_per_part: int,
+    kinds: Sequence[bool] | None = None,
+    least: int = 64,
 ) -> list[list[Batch]]:
-    """The batches of each part, from the prompts' lengths; rows of different kinds share none.
+    """The batches of each part, from the prompts' lengths; rows of different kinds or buckets share none.
+
+    Args:
+      lengths: of the prompts, in tokens.
+      batch_size: rows of a batch.
+      batches_per_part: of a part, but for the last one.
+      kinds: of each row; None: all are of one.
+      least: the smallest bucket, from `prepare.least_bucket`.
 
     >>> [[batch.rows for batch in part] for part in plan_parts([3, 70, 5, 9], 2, 1)]
     [[(0, 2)], [(3,)], [(1,)]]
     """
     groups: dict[tuple[bool, int], list[int]] = {}
     for row, length in enumerate(lengths):
-        groups.setdefault((kinds is not None and kinds[row], bucket(length)), []).append(row)
+        groups.setdefault((kinds is not None and kinds[row], bucket(length, least)), []).append(row)
     batches = []
     for _, group in sorted(groups.items()):
         longest = max(group, key=lambda row: lengths[row])

@@ -25,17 +25,22 @@ Prompt = str | Sequence[Message] | Sequence[int] | np.ndarray
 Prompts = Prompt | Sequence[Prompt]
 
 
-def bucket(size: int) -> int:
-    """The smallest of 64, 96, 128, 192, 256, 384, ... that holds `size`: two per octave.
+def bucket(size: int, least: int = 64) -> int:
+    """The smallest of 64, 96, 128, 192, 256, ..., two per octave, that holds `size`; from `least` to 64 it doubles.
 
-    >>> [bucket(n) for n in (1, 64, 65, 100, 129)]
-    [64, 64, 96, 128, 192]
+    >>> [bucket(n) for n in (1, 64, 65, 100, 129)], [bucket(n, least=16) for n in (1, 17, 40, 65)]
+    ([64, 64, 96, 128, 192], [16, 32, 64, 96])
     """
-    found = 64
+    found = least
     while found < size:
         power = 1 << (found.bit_length() - 1)
-        found = power * 2 if found > power else power * 3 // 2
+        found = power * 3 // 2 if found == power >= 64 else power * 2
     return found
+
+
+def least_bucket(model: Model) -> int:
+    """The smallest `bucket` of prompts. An encoder computes every place of it, so sources have smaller ones."""
+    return 64 if model.encode is None else 16
 
 
 def _as_list(prompts: Prompts) -> list[Prompt]:
@@ -220,7 +225,7 @@ def prepare(
     tokens = np.zeros((padded, bucket(longest + max_new_tokens)), np.int32)
     for row, prompt in zip(tokens, ids, strict=False):
         row[: len(prompt)] = prompt
-    source_tokens, source_lengths = _lay_out_sources(sources, padded)
+    source_tokens, source_lengths = _lay_out_sources(sources, padded, least_bucket(model))
     stop = _with_special_strings(model, stop)
     automaton = stop_automaton(stop)
     token_bytes = model.tokenizer.token_bytes if automaton is not None and model.tokenizer is not None else None
@@ -292,14 +297,14 @@ def _lay_out_lengths(lengths: Sequence[int] | None, batch: int, padded: int, mos
 
 
 def _lay_out_sources(
-    sources: Sequence[Sequence[int]] | None, padded: int
+    sources: Sequence[Sequence[int]] | None, padded: int, least: int
 ) -> tuple[np.ndarray | None, np.ndarray | None]:
-    """Sources as i32[B, M] and their lengths i32[B], with rows of one token behind the real ones."""
+    """Sources as i32[B, M], M from `least` on, and their lengths i32[B]; rows of one token behind the real ones."""
     if sources is None:
         return None, None
     lengths = np.ones((padded,), np.int32)
     lengths[: len(sources)] = [len(source) for source in sources]
-    tokens = np.zeros((padded, bucket(int(lengths.max()))), np.int32)
+    tokens = np.zeros((padded, bucket(int(lengths.max()), least)), np.int32)
     for row, source in zip(tokens, sources, strict=False):
         row[: len(source)] = source
     return tokens, lengths

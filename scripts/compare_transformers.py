@@ -33,7 +33,7 @@ from train.command import run
 
 WHAT = flags.DEFINE_enum("what", "all", ["all", "logits", "families", "speed", "assisted"], "What to compare.")
 RECORDS = flags.DEFINE_string("records", None, "Where the results go instead.")
-DRAFT = flags.DEFINE_string("draft", "workdirs/draft_smollm2-outputs", "The draft model: what dj.load takes.")
+DRAFT = flags.DEFINE_string("draft", "workdirs/draft_smollm2", "The draft model: what dj.load takes.")
 NEW_TOKENS = 64
 LOOKUP = {"num_draft": 10, "max_ngram": 2}  # transformers' own defaults
 NUM_DRAFT = 3  # with a draft model

@@ -52,6 +52,7 @@ from ml_collections import config_flags
 import decoding_jax as dj
 from decoding_jax import batch_folder, batch_job, batch_rows
 from decoding_jax.batch_job import Job
+from decoding_jax.prepare import least_bucket
 from train.command import FAILED, one_line, run, say
 from train.jobs import (
     RowProgress,
@@ -148,6 +149,7 @@ def decode_all(signals: StopSignals, begun: float) -> int:
             job.batch_size,
             job.batches_per_part,
             [row.length is not None for row in rows],
+            least_bucket(model),
         )
         batch_folder.start_folder(folder, plan, rows, errors, _OVERWRITE.value)
     except (ValueError, OSError) as error:

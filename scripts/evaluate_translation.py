@@ -29,11 +29,12 @@ from ml_collections import ConfigDict, config_flags
 from records import read_records, record
 
 import decoding_jax as dj
+from decoding_jax.analysis.scores import tokenised_bleu
 from decoding_jax.loop import Decoder
 from decoding_jax.registry import make_decoder
 from train.command import run, say
 from train.config import OWN_DECODERS
-from train.evaluation import DecodingReport, evaluate_decoding, tokenised_bleu
+from train.evaluation import DecodingReport, evaluate_decoding
 from train.setup import compiled_folder
 from train.trained_config import argv_with_config, differing_texts
 from train.translation import load_translator, open_pairs

@@ -44,9 +44,7 @@ WHAT = flags.DEFINE_enum(
 QUESTIONS = flags.DEFINE_string("questions", None, "Spec-Bench's questions as JSON lines (category, turns).")
 COUNT = flags.DEFINE_integer("count", None, "Prompts of each task; default: 10 for tokens, 2 for times.", lower_bound=1)
 METHODS = flags.DEFINE_list("methods", [], "Only these methods.")
-DRAFT = flags.DEFINE_string(
-    "draft", "workdirs/draft_smollm2-outputs", "The draft model: what dj.load takes; empty for none."
-)
+DRAFT = flags.DEFINE_string("draft", "workdirs/draft_smollm2", "The draft model: what dj.load takes; empty for none.")
 ROWS = flags.DEFINE_list("rows", ["1", "4"], "coupled: how many prompts are decoded together, of 8.")
 RECORDS = flags.DEFINE_string("records", "benchmarks/draft_verify.json", "Where the results go.")
 

@@ -23,6 +23,7 @@ from decoding_jax.batch_rows import Batch, Row
 from decoding_jax.checkpoints.cache_files import write_atomically
 from decoding_jax.checks import check_whole
 from decoding_jax.models.sharding import TRAINING_RULES, place
+from decoding_jax.prepare import least_bucket
 from decoding_jax.types import Model
 from train.data.texts import DISTILLED, Split
 from train.jobs import every_setting, read_job
@@ -96,7 +97,8 @@ def prepare(config: ConfigDict, teacher: str, folder: Path, overwrite: bool = Fa
     numbers = sources.places.tolist()
     rows = [Row(n, n, np.asarray(sources.fields["text"][i])) for i, n in enumerate(numbers)]
     left_out = {f"sources longer than {longest} tokens": sources.dropped, "empty sources": sources.empty}
-    parts = batch_rows.plan_parts([len(row.prompt) for row in rows], job.batch_size, job.batches_per_part)
+    lengths = [len(row.prompt) for row in rows]
+    parts = batch_rows.plan_parts(lengths, job.batch_size, job.batches_per_part, least=least_bucket(model))
     # A teacher that was trained further, or other texts, make other pairs.
     dtype = jax.tree.leaves(model.params)[0].dtype.name
     plan = batch_job.describe_job([], job, Path(teacher).resolve().name, dtype)

@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from ml_collections import ConfigDict
 
 import decoding_jax as dj
+from decoding_jax.analysis.scores import base_language
 from decoding_jax.batch_job import Job, check_job
 from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cache_dir
@@ -28,7 +29,6 @@ from train.data.batches import Plan, make_plan
 from train.data.examples import Examples, tokenise
 from train.data.texts import Texts, open_texts
 from train.data.tokenizers import make_tokenizer, mask_id_of, start_id_of, unknown_characters
-from train.evaluation import base_language
 from train.jobs import load_as
 from train.objectives import OBJECTIVES, Teacher
 from train.optimizers import make_optimizer

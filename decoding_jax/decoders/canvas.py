@@ -201,12 +201,16 @@ class Refining(Canvas):
         log-probability.
     """
 
-    iterations: int = struct.field(pytree_node=False, default=4)
+    iterations: int | Array = 4
     length_beam: int = struct.field(pytree_node=False, default=1)
 
     def __post_init__(self) -> None:
-        check_whole("iterations", self.iterations, 1)
         check_whole("length_beam", self.length_beam, 1)
+
+    def check(self, ctx: Context) -> None:
+        """See `Canvas.check`; the number of rounds is traced, so all share one program."""
+        super().check(ctx)
+        check_whole("iterations", self.iterations, 1)
 
     @property
     def num_candidates(self) -> int:

@@ -23,8 +23,6 @@ class IterativeRefinement(Refining):
         log-probability.
     """
 
-    iterations: int = struct.field(pytree_node=False, default=4)
-
     runs: ClassVar[tuple[str, ...]] = ("iterative_refinement",)
 
     def select(self, ctx: Context, state: CanvasState, logits: Array) -> CanvasState:

@@ -27,7 +27,7 @@ class MaskPredict(Refining):
         log-probability.
     """
 
-    iterations: int = struct.field(pytree_node=False, default=10)
+    iterations: int | Array = 10
 
     runs: ClassVar[tuple[str, ...]] = ("mask_predict",)
 
