@@ -3,13 +3,12 @@ r"""A draft model for SmolLM2-135M-Instruct: 5 of its 30 layers, taught by its o
     python scripts/prune_layers.py --input=smollm2-135m-instruct --layers=0,1,12,24,29 --output=outputs/pruned
     python -m train --config=configs/draft_smollm2.py
 
-20 minutes on two CPU cores. The texts are in train/data/smollm2_answers; another model's, or more, are made by
+20 to 25 minutes on two CPU cores. The texts are in train/data/smollm2_answers; another model's, or more, are made by
 
     python scripts/self_prompt.py --count=1600 --output=outputs/self_prompt
     python -m train --config=configs/draft_smollm2.py:outputs/self_prompt
 
-with their folder behind the colon. LOSS_LINE
-What its drafts bring is in docs/draft_verify.md.
+with their folder behind the colon. What its drafts bring is in docs/draft_verify.md.
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ def get_config(texts: str = "") -> ConfigDict:
     """The settings, given the texts' folder; each can be changed on the command line with --config.name=value."""
     config = default_config()
     config.objective = "causal_lm"
-    config.total_steps = 300
+    config.total_steps = 360
+    config.compute_dtype = "bfloat16"
     config.init_from = "outputs/pruned"
     config.frozen = ("embed/.*",)  # the target's own, which is the readout too
 

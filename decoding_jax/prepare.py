@@ -266,6 +266,7 @@ def check_second_model(model: Model, second: Model, longest: int, name: str) -> 
 
 def _check_vocabulary(model: Model, other: Model, name: str) -> None:
     """ValueError where the tokens of another model, called `name`, mean something else than the model's."""
+    remedy = "give a model that was trained with the same tokenizer"
     if model.tokenizer is not None and other.tokenizer is not None:
         ours, theirs = model.tokenizer.token_bytes, other.tokenizer.token_bytes
         differ = [i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b]
@@ -273,10 +274,15 @@ def _check_vocabulary(model: Model, other: Model, name: str) -> None:
             first = f"they have {len(ours)} and {len(theirs)} tokens"
             if differ:
                 first = f"token {differ[0]} is {ours[differ[0]]!r} and {theirs[differ[0]]!r}"
-            raise ValueError(
-                f"{name}: its vocabulary is not the target's ({first}); give a model that was trained with the same "
-                "tokenizer"
-            )
+            raise ValueError(f"{name}: its vocabulary is not the target's ({first}); {remedy}")
+        # Their bytes are alike, since they have none.
+        mine, its = (getattr(each.tokenizer, "special_ids", {}) for each in (model, other))
+        for text in sorted(mine.keys() | its.keys()):
+            if mine.get(text) != its.get(text):
+                raise ValueError(
+                    f"{name}: its vocabulary is not the target's ({text!r} is token {its.get(text)}, and the target's "
+                    f"{mine.get(text)}); {remedy}"
+                )
     elif model.vocab_size != other.vocab_size:
         raise ValueError(
             f"{name}: its vocabulary has {other.vocab_size} ids and the target's {model.vocab_size}; give a model of "

@@ -66,6 +66,8 @@ class Context:
         return dataclasses.replace(self, params=self.drafter_params, model=self.drafter)
 
     def apply(self, inputs: Inputs, cache: Any) -> Features:
+        if self.model.vocab_size < self.rules.bias.shape[0]:  # a drafter's table may be padded less than the target's
+            inputs = inputs._replace(tokens=jnp.minimum(inputs.tokens, self.model.vocab_size - 1))
         return self.model.apply(self.params, inputs, cache)
 
     def init_cache(self, capacity: int) -> Cache:

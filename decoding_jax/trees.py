@@ -153,7 +153,8 @@ def most_probable(log_probs: Array, parents: Array, count: int, top_k: TopK) -> 
         child.
 
     Returns:
-      index i32[B, count], which nodes, ascending; and their parents among themselves, i32[B, count], 0 is the root.
+      index i32[B, count], which nodes, ascending, but those of probability 0 behind all others; and their parents among
+      themselves, i32[B, count], 0 is the root.
 
     >>> from jax.lax import top_k
     >>> log_probs = jnp.log(jnp.asarray([[0.6, 0.3, 0.5, 0.1]]))
@@ -161,10 +162,13 @@ def most_probable(log_probs: Array, parents: Array, count: int, top_k: TopK) -> 
     >>> chosen[0].tolist(), parents[0].tolist()
     ([0, 2], [0, 1])
     """
-    index = jnp.sort(top_k(log_probs, count)[1], axis=1)
+    size = log_probs.shape[1]
+    best, index = top_k(log_probs, count)
+    order = jnp.sort(jnp.where(best > -jnp.inf, index, index + size), axis=1)
+    index = order % size
     parent = jnp.take_along_axis(parents, index, axis=1)
     # How many chosen nodes come before the parent, itself included.
-    return index, (index[:, None, :] < parent[:, :, None]).sum(axis=2, dtype=jnp.int32)
+    return index, (order[:, None, :] < parent[:, :, None]).sum(axis=2, dtype=jnp.int32)
 
 
 def merge_chains(chains: Array, lengths: Array) -> tuple[Array, Array, Array]:

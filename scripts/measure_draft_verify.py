@@ -200,6 +200,8 @@ def time_prompt(
 
 def measure_adaptive() -> None:
     """Tokens per second of the adaptive draft length over those of every fixed one from 1 to 8, task by task."""
+    if not DRAFT.value:
+        raise ValueError("--what=adaptive needs --draft=FOLDER")
     model, draft = dj.load(MODEL), dj.load(DRAFT.value)
     prompts, new_tokens = task_prompts(model, 2), 64
     costs = _costs(model, draft, buffer_size(model, prompts[TASKS[0]][0], new_tokens))

@@ -92,7 +92,7 @@ def call_widths(
 
 
 def buffer_size(model: dj.Model, ids: Sequence[int], new_tokens: int) -> int:
-    """The cache slots that a decode of this prompt has."""
+    """The cache slots that plain decoding of this prompt has."""
     return prepare(model, list(ids), new_tokens, dj.Sampling(), dj.Stop(), 0, None, None).ctx.prompts.shape[1]
 
 

@@ -35,6 +35,13 @@ def with_tokens(*pieces: bytes) -> dj.Model:
     return zoo.table_model(np.eye(len(pieces)), tokenizer=zoo.ByteTokenizer(pieces)).model
 
 
+def with_special(*names: str) -> dj.Model:
+    """Tokens that have no bytes, only names."""
+    model = with_tokens(*[b""] * len(names))
+    model.tokenizer.special_ids = {name: number for number, name in enumerate(names)}
+    return model
+
+
 def translate(source: int, drafter_length: int) -> dj.DecodeOutput:
     """An output of two tokens for a source of that many, with a drafter that has that much context."""
     drafter = dataclasses.replace(TRANSLATOR, max_length=drafter_length)
@@ -68,6 +75,10 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
     "more tokens": (
         "drafter: its vocabulary is not the target's (they have 2 and 3 tokens)",
         lambda: decode(SPECULATIVE, with_tokens(b"a", b"b", b"c"), with_tokens(b"a", b"b")),
+    ),
+    "other special tokens": (
+        "drafter: its vocabulary is not the target's ('<end>' is token 1, and the target's 0)",
+        lambda: decode(SPECULATIVE, with_special("<pad>", "<end>"), with_special("<end>", "<pad>")),
     ),
     "another form": ("must both be decoder-only, or both encoder-decoders", lambda: decode(SPECULATIVE, TRANSLATOR)),
     "another start": (
@@ -129,8 +140,12 @@ BAD: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: dj.SelfSpeculative(exit_layer=0),
     ),
     "exit beyond the last layer": (
-        "exit_layer=3: view(exit=3): the model has layers 0..1; choose among these",
+        "exit_layer=3: view(exit=3): the model has layers 0..1",
         lambda: decode(dj.SelfSpeculative(exit_layer=3), None, TRANSFORMER),
+    ),
+    "exit behind the last layer": (
+        "exit_layer=2: the model has no more layers, so all of it would draft",
+        lambda: decode(dj.SelfSpeculative(exit_layer=2), None, TRANSFORMER),
     ),
     "skipped beyond the last layer": (
         "skip_layers=(2,): view(skip=(2,)): the model has layers 0..1",

@@ -136,3 +136,10 @@ def test_the_most_probable_nodes_keep_their_parents(seed: int) -> None:
     index, found = most_probable(jnp.asarray(log_probs)[None], jnp.asarray(parents)[None], kept, jax.lax.top_k)
     assert index[0].tolist() == chosen
     assert found[0].tolist() == want
+
+
+def test_nodes_that_are_none_stand_behind_all_others() -> None:
+    """Else a round would take a width that holds them."""
+    log_probs = jnp.log(jnp.asarray([[0.6, 0.0, 0.0, 0.5]]))
+    index, parents = most_probable(log_probs, jnp.asarray([[0, 0, 0, 1]]), 3, jax.lax.top_k)
+    assert index[0, :2].tolist() == [0, 3] and parents[0].tolist() == [0, 1, 0]

@@ -323,7 +323,10 @@ def test_other_values_compile_nothing(name: str) -> None:
     """Law 10: other sources, settings and budgets of the same sizes find their programs, those of the end too."""
     decode(name, SOURCES)
     with dj.compile_clock() as clock:
-        decode(name, [[4], [5, 5, 5], [6], [1, 1]], sampling=drawn(name), seed=9, max_new_tokens=11)
+        other = {"sampling": drawn(name), "seed": 9, "max_new_tokens": 11}
+        decode(name, [[4], [5, 5, 5], [6], [1, 1]], **other)
+        if hasattr(decoder := canvas_zoo.DECODERS[name], "iterations"):
+            dj.decode(canvas_zoo.filler_for(name), SOURCES, dataclasses.replace(decoder, iterations=2), **other)
     assert clock.programs == 0
 
 

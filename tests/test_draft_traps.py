@@ -364,3 +364,12 @@ def test_a_vocabulary_may_be_padded(sizes: tuple[int, int], acceptance: str) -> 
     out = call(decoder, drafter=draft)
     assert out.stats.acceptance_rate == 1.0
     assert acceptance == "rejection" or zoo.outputs(out) == zoo.outputs(call(dj.Autoregressive()))
+
+
+def test_ids_that_a_drafters_table_lacks_do_not_end_its_drafts() -> None:
+    """Looked up they are NaN, and a cache that holds NaN says nothing any more."""
+    tokenizer = zoo.ByteTokenizer([b"a", b"b", b"c", b"d"])
+    configs = [dataclasses.replace(zoo.SMALL, vocab_size=size) for size in (8, 6)]
+    target, draft = (dataclasses.replace(init_transformer(each), tokenizer=tokenizer) for each in configs)
+    out = dj.decode(target, [[1, 7, 2]], CHAIN, drafter=draft, max_new_tokens=6)
+    assert out.stats.drafted[0] >= out.stats.model_calls[0]

@@ -288,7 +288,11 @@ def test_distilled_pairs_replace_the_training_split(open_data: Any) -> None:
     write({"teacher/distilled.jsonl": '{"source": "One", "target": "ein"}\n'})
     settings = {"files": {"train": "a.tsv", "validation": "b.tsv"}, "lowercase": True}
     plain = open_data("parallel_text", **settings)
+    Path("packed").mkdir()
+    Path("packed/distilled.jsonl.gz").write_bytes(gzip.compress(Path("teacher/distilled.jsonl").read_bytes()))
+    packed = open_data("parallel_text", **settings, distilled="packed")
     distilled = open_data("parallel_text", **settings, distilled="teacher")
+    assert list(packed.splits["train"]) == list(distilled.splits["train"])
     assert list(distilled.splits["train"]) == [{"source": "one", "target": "ein"}]
     assert distilled.splits["validation"].digest == plain.splits["validation"].digest
     assert distilled.digest != plain.digest

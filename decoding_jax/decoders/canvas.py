@@ -201,14 +201,14 @@ class Refining(Canvas):
         log-probability.
     """
 
-    iterations: int | Array = 4
+    iterations: int = 4
     length_beam: int = struct.field(pytree_node=False, default=1)
 
     def __post_init__(self) -> None:
         check_whole("length_beam", self.length_beam, 1)
 
     def check(self, ctx: Context) -> None:
-        """See `Canvas.check`; the number of rounds is traced, so all share one program."""
+        """See `Canvas.check`. The number of rounds is traced: all share one program, but in a `DraftThenVerify`."""
         super().check(ctx)
         check_whole("iterations", self.iterations, 1)
 

@@ -72,5 +72,6 @@ class Jacobi(Prefix):
             return draw(ctx.sampling, ctx.seed, ctx.row_ids, first + node, processed)
 
         draws = jax.vmap(behind, in_axes=(0, 1), out_axes=1)(jnp.arange(self.block_length + 1), logits)
-        at = jnp.minimum(result.emitted[:, None] + jnp.arange(self.block_length)[None], self.block_length)
+        looked = state.record.verifiable.sum(axis=1, keepdims=True)  # what is not verified has no keys
+        at = jnp.minimum(result.emitted[:, None] + jnp.arange(self.block_length)[None], looked)
         return jnp.where(result.emitted[:, None] > 0, jnp.take_along_axis(draws, at, axis=1), state.carry)

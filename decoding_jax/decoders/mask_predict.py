@@ -27,7 +27,7 @@ class MaskPredict(Refining):
         log-probability.
     """
 
-    iterations: int | Array = 10
+    iterations: int = 10
 
     runs: ClassVar[tuple[str, ...]] = ("mask_predict",)
 

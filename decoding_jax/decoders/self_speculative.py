@@ -58,7 +58,10 @@ class SelfSpeculative(ModelDraft):
             try:
                 self._part(ctx.model)
             except ValueError as error:
-                raise ValueError(f"{named}: {error}; choose among these") from None
+                raise ValueError(f"{named}: {error}") from None
+            layers = getattr(ctx.model.apply, "num_layers", None)
+            if self.exit_layer == layers:
+                raise ValueError(f"{named}: the model has no more layers, so all of it would draft; leave it earlier")
         elif ctx.drafter is not None and _empty_cache(ctx.drafter) != _empty_cache(ctx.model):
             raise ValueError(
                 "drafter: its cache is not the target's, in which SelfSpeculative drafts; give a coarser copy of the "

@@ -228,18 +228,24 @@ class Embedding(nnx.Embed):
 
 
 def look(q: Array, k: Array, v: Array, mask: Array) -> Array:
-    """Attention from q [B, T, H, size] to k, v [B, S, kv heads, size] where mask bool[B, T, S]: [B, T, H, size].
+    """Attention from q [B, T, H, size] to k, v [B, S, kv heads, size] where mask bool[B, T, S]: [B, T, H, size]."""
+    by_products = lambda q, k, v, mask: jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    if q.shape[1] > 1:
+        return by_products(q, k, v, mask)
+    return jax.lax.platform_dependent(q, k, v, mask, cpu=_look_by_sums, default=by_products)
 
-    From one place it is written as sums that read the cache as it lies: for products by heads, XLA's CPU backend
-    writes the whole cache out in another order at every step.
+
+def _look_by_sums(q: Array, k: Array, v: Array, mask: Array) -> Array:
+    """`look` from one place, T = 1, as sums that read the cache as it lies.
+
+    For products by heads, XLA's CPU backend writes the whole cache out in another order at every step.
     """
-    (batch, places, _, size), kv_heads = q.shape, k.shape[2]
-    if places > 1:
-        return jax.nn.dot_product_attention(q, k, v, mask=mask[:, None])
+    (batch, _, _, size), kv_heads = q.shape, k.shape[2]
     grouped, keys, values = (x.astype(jnp.float32) for x in (q.reshape(batch, 1, kv_heads, -1, size), k, v))
     scores = (grouped * keys[:, :, :, None]).sum(axis=-1) * size**-0.5
     unseen = jnp.finfo(jnp.float32).min  # not -inf: a place that sees nothing must not become NaN
     weights = jax.nn.softmax(jnp.where(mask[:, 0, :, None, None], scores, unseen), axis=1)
+    weights = weights.astype(v.dtype).astype(jnp.float32)  # rounded as in products
     return (weights[..., None] * values[:, :, :, None]).sum(axis=1).astype(v.dtype).reshape(q.shape)
 
 

@@ -32,7 +32,7 @@ from train.data.builders import OWN, SPLITS, prepare_files, prepare_ui_phrases, 
 
 _ROWS_AT_ONCE = 1024
 
-DISTILLED = "distilled.jsonl"  # one {"source", "target"} a line
+DISTILLED = "distilled.jsonl"  # one {"source", "target"} a line; .gz too
 
 
 class DataSource(Protocol):
@@ -193,7 +193,8 @@ def _reason(error: Exception) -> str:
 
 
 def _distilled(root: Path, folder: str, features: Mapping[str, str], lowercase: bool) -> Split:
-    file = Path(folder).expanduser() / DISTILLED
+    plain = Path(folder).expanduser() / DISTILLED
+    file = plain if plain.is_file() else plain.with_name(f"{DISTILLED}.gz")
     if tuple(features) != ("source", "target"):
         raise ValueError(f"data.distilled={folder!r} holds pairs, and data.fields names one feature; name two")
     if not file.is_file():
