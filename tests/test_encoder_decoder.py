@@ -316,7 +316,7 @@ def test_a_source_is_encoded_once() -> None:
         call = prepare(model, TOY_SOURCES, 12, dj.Sampling(), dj.Stop(), 0, None, None)
         state = jax.eval_shape(start, decoder, call.ctx)
         jax.eval_shape(run, decoder, call.ctx, state, jnp.int32(1))
-    assert traced == [(4, 64)] * 3
+    assert traced == [(4, 16)] * 3
 
 
 def test_a_saved_encoder_decoder_decodes_the_same(tmp_path: Path) -> None:
