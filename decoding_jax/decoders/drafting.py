@@ -1,8 +1,8 @@
 """Drafting with a model, level by level: what `Speculative` and `SelfSpeculative` share.
 
 The draft model feeds the nodes of one level of the draft's shape and draws the next level from what it says of
-them. A chain is a shape whose levels have one node. All levels but the first are one loop, so a longer
-draft compiles no longer; a level that no row asks for is skipped. A `DynamicTree` is grown in `dynamic_drafting`.
+them. A chain is a shape whose levels have one node. All levels but the first are one loop, so a longer draft compiles
+no longer; it ends with the last level that a row asks for. A `DynamicTree` is grown in `dynamic_drafting`.
 """
 
 from __future__ import annotations

@@ -75,8 +75,6 @@ def feed_levels(
 ) -> tuple[Any, Array]:
     """Drafts one level after the other, from 1 to `depth` - 1, for as long as a row asks for the next one.
 
-    A level that is skipped inside of a scan costs a copy of the cache; a loop that ends costs nothing.
-
     Args:
       feed: from what is drafted so far and a level, i32[], to what is drafted with it.
       going: of what is drafted so far, bool[B], the rows that can be drafted on.

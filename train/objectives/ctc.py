@@ -18,7 +18,7 @@ from decoding_jax.ctc import best_path_alignment
 from decoding_jax.types import Array, ModelSpec, PyTree
 from train.data.examples import Examples
 from train.objectives.ctc_loss import ctc_loss
-from train.objectives.losses import Metrics, Teacher
+from train.objectives.losses import Metrics, Teacher, refuse_teacher
 from train.objectives.parallel import Parallel, choose_places, target_lengths
 
 _MOST_INFEASIBLE = 0.2  # of the examples; with more the factor is a mistake
@@ -41,11 +41,7 @@ class CTC(Parallel):
         """As `Parallel.make`; ValueError where a setting has no meaning for a loss over paths."""
         if config.label_smoothing:
             raise ValueError(f"label_smoothing={config.label_smoothing}: ctc has no law of single tokens; set it to 0")
-        if teacher is not None:
-            raise ValueError(
-                "teacher.path: ctc cannot learn a teacher's words, since its frames stand for none of them; learn from "
-                "its translations instead (train.distill, data.distilled)"
-            )
+        refuse_teacher(teacher, "ctc", "since its frames stand for none of them")
         return super().make(config, spec, teacher)
 
     def examine(self, examples: Examples) -> str | None:

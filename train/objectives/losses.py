@@ -111,8 +111,31 @@ def token_loss(
     return total / jnp.maximum(count, 1.0), metrics
 
 
+def refuse_teacher(teacher: Teacher | None, objective: str, reason: str) -> None:
+    """ValueError where there is a teacher, whose words an objective cannot learn for some reason."""
+    if teacher is not None:
+        raise ValueError(
+            f"teacher.path: {objective} cannot learn a teacher's words, {reason}; learn from its translations instead "
+            "(train.distill, data.distilled)"
+        )
+
+
+class AnyExamples:
+    """Base of the objectives that learn every example and have to know nothing of them before."""
+
+    def fit(self, examples: Examples) -> Any:
+        """Nothing has to be known."""
+        del examples
+        return self
+
+    def examine(self, examples: Examples) -> str | None:
+        """Every example can be learnt."""
+        del examples
+        return None
+
+
 @struct.dataclass
-class TokenPrediction:
+class TokenPrediction(AnyExamples):
     """Base of the objectives that predict every token of a target: loss = - mean of log p, with what is added to it.
 
     Attributes:
@@ -137,16 +160,6 @@ class TokenPrediction:
     def logits(model: ModelSpec, params: PyTree, batch: dict[str, Array], key: Array | None) -> Array:
         """Logits f32[B * T, V] of every target of a batch."""
         raise TypeError("an objective says how its model reads a batch")
-
-    def fit(self, examples: Examples) -> Any:
-        """Nothing has to be known."""
-        del examples
-        return self
-
-    def examine(self, examples: Examples) -> str | None:
-        """Every example can be learnt."""
-        del examples
-        return None
 
     def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
         """See `Objective.loss`."""

@@ -18,7 +18,7 @@ from ml_collections import ConfigDict
 from decoding_jax.cache import write_slots
 from decoding_jax.types import Array, Cache, Inputs, ModelSpec, PyTree
 from train.data.examples import Examples
-from train.objectives.losses import Metrics, Teacher, token_loss
+from train.objectives.losses import Metrics, Teacher, refuse_teacher, token_loss
 from train.objectives.parallel import Parallel, with_class_loss
 
 
@@ -48,11 +48,7 @@ class OutlineThenFill(Parallel):
     @classmethod
     def make(cls, config: ConfigDict, spec: ModelSpec, teacher: Teacher | None) -> Any:
         """As `Parallel.make`; ValueError where a teacher is to be learnt from word by word."""
-        if teacher is not None:
-            raise ValueError(
-                "teacher.path: outline_then_fill cannot learn a teacher's words, which come in another order; learn "
-                "from its translations instead (train.distill, data.distilled)"
-            )
+        refuse_teacher(teacher, "outline_then_fill", "which come in another order")
         objective = super().make(config, spec, None)
         canvas = config.canvas
         nothing = jnp.zeros((spec.vocab_size,), bool)

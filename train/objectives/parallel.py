@@ -12,13 +12,12 @@ from ml_collections import ConfigDict
 
 from decoding_jax.canvas_layout import canvas_inputs, first_canvas, length_class, soft_copy
 from decoding_jax.types import Array, Cache, CanvasSpec, ModelSpec, PyTree
-from train.data.examples import Examples
-from train.objectives.losses import Metrics, Teacher, token_loss
+from train.objectives.losses import AnyExamples, Metrics, Teacher, token_loss
 from train.objectives.seq2seq import Seq2Seq
 
 
 @struct.dataclass
-class Parallel:
+class Parallel(AnyExamples):
     """Base of these objectives: a loss on tokens, and one on the canvas's length where the model has a head for it.
 
     loss = (sum of the tokens' losses + length_weight * sum over rows of -log p(length)) / (tokens with a loss)
@@ -55,16 +54,6 @@ class Parallel:
             jnp.float32, (config.label_smoothing, config.canvas.length_weight, config.canvas.glancing)
         )
         return cls(spec, smoothing, weight, glancing, teacher)
-
-    def fit(self, examples: Examples) -> Any:
-        """Nothing has to be known."""
-        del examples
-        return self
-
-    def examine(self, examples: Examples) -> str | None:
-        """Every example can be learnt."""
-        del examples
-        return None
 
     def predict(self, params: PyTree, memory: PyTree, batch: dict[str, Array], key: Array | None) -> Predicted:
         """What the model says of the targets."""

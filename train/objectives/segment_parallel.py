@@ -15,7 +15,7 @@ from ml_collections import ConfigDict
 from decoding_jax.segments import STRIDE, segment_mask, segment_positions
 from decoding_jax.types import Array, Cache, Inputs, ModelSpec, PyTree
 from train.data.examples import Examples
-from train.objectives.losses import Metrics, Teacher, token_loss
+from train.objectives.losses import Metrics, Teacher, refuse_teacher, token_loss
 from train.objectives.seq2seq import Seq2Seq
 
 _SHARE_WITH_REPEAT = 0.3  # of the rows in training
@@ -37,11 +37,7 @@ class SegmentParallel(Seq2Seq):
     @classmethod
     def make(cls, config: ConfigDict, spec: ModelSpec, teacher: Teacher | None) -> Any:
         """The objective that a config describes; ValueError where a teacher is to be learnt from word by word."""
-        if teacher is not None:
-            raise ValueError(
-                "teacher.path: segment_parallel cannot learn a teacher's words, which come in another order; learn "
-                "from its translations instead (train.distill, data.distilled)"
-            )
+        refuse_teacher(teacher, "segment_parallel", "which come in another order")
         return super().make(config, spec, teacher)
 
     def examine(self, examples: Examples) -> None:
