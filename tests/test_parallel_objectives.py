@@ -313,3 +313,10 @@ def test_a_length_head_may_be_left_out() -> None:
     config = default_config()
     config.objective, config.canvas.length_head = "mask_predict", "none"
     assert canvas_spec(config, MASK) == CanvasSpec("mask_predict", MASK)
+
+
+@pytest.mark.parametrize("name", ["ctc", "outline_then_fill", "segment_parallel"])
+def test_a_teachers_words_are_refused_where_targets_stand_elsewhere(name: str) -> None:
+    """Its probabilities belong to the places of a text from left to right."""
+    with pytest.raises(ValueError, match=f"teacher.path: {name} cannot learn a teacher's words"):
+        OBJECTIVES[name].make(default_config(), None, object())
