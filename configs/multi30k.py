@@ -11,19 +11,28 @@ About an hour on two CPU cores (84 minutes with other work beside it). Expect a 
 and on test_2016_flickr 35.7 tokenised lower-cased BLEU greedily and 36.9 with 5 beams:
 
     python scripts/evaluate_translation.py --model=workdirs/multi30k-multi30k --tokenised
+
+A student that writes several words at once (docs/parallel.md) learns from the pairs or from the translations of this
+teacher:
+
+    python -m train.distill --teacher=workdirs/multi30k-multi30k --config.distillation.decoder=beam
+    python -m train --config=configs/multi30k.py:multi30k,ctc,distilled
 """
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from train.config import default_config
+from train.config import default_config, make_student
 
 SPLITS = {"train": "train", "validation": "val", "test": "test_2016_flickr"}
 
 
-def get_config(folder: str = "multi30k") -> ConfigDict:
-    """The settings, given the data's folder; each can be changed on the command line with --config.name=value."""
+def get_config(argument: str = "multi30k") -> ConfigDict:
+    """The settings for "FOLDER" or "FOLDER,OBJECTIVE[,distilled]"; --config.name=value changes each."""
+    folder, *student = argument.split(",")
     config = default_config()
     config.objective = "seq2seq"
     config.total_steps = 4200
@@ -59,4 +68,7 @@ def get_config(folder: str = "multi30k") -> ConfigDict:
     config.evaluation.language = "de"
     config.evaluation.batch_size = 64
     config.checkpoint.every = 300
+    if student:
+        teacher = f"workdirs/multi30k-{Path(folder).name}"
+        make_student(config, student, teacher, f"{teacher}/distilled-beam")
     return config

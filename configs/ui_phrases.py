@@ -14,15 +14,19 @@ test split
     python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de
 
 A student writes several words at once. It has the teacher's size and tokenizer, and learns from the pairs as they are
-or from the teacher's translations of them:
+or from the teacher's translations of them. A teacher, dj.load("ui-phrases-en-de"), and its translations by 5 beams are
+in this package, so one command trains a student:
 
-    python -m train --config=configs/ui_phrases.py:en-de,ctc
-    python -m train.distill --teacher=workdirs/ui_phrases-en-de --output=workdirs/distilled-en-de \
-        --config.distillation.decoder=beam
-    python -m train --config=configs/ui_phrases.py:en-de,ctc --config.data.distilled=workdirs/distilled-en-de
+    python -m train --config=configs/ui_phrases.py:en-de,ctc                 # from the pairs
+    python -m train --config=configs/ui_phrases.py:en-de,ctc,distilled       # from its teacher's translations
+    python -m train --config=configs/ui_phrases.py:en-de,mask_predict,distilled --config.teacher.path=ui-phrases-en-de
 
 with nonautoregressive, ctc, mask_predict, iterative_refinement, group_autoregressive, segment_parallel or
-outline_then_fill behind the pair.
+outline_then_fill behind the pair; the last one learns its teacher's probabilities too. Another teacher is given by
+
+    python -m train.distill --teacher=workdirs/ui_phrases-en-de --config.distillation.decoder=beam
+    python -m train --config=configs/ui_phrases.py:en-de,ctc --config.data.tokenizer.path=workdirs/ui_phrases-en-de \
+        --config.data.distilled=workdirs/ui_phrases-en-de/distilled-beam
 
 16,297 pairs are few: many words of the test split occur nowhere in training, and a phrase has several good
 translations, so these are scores of a small teacher and not of good translation.
@@ -30,16 +34,20 @@ translations, so these are scores of a small teacher and not of good translation
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from ml_collections import ConfigDict
 
-from train.config import default_config
+import train.data
+from decoding_jax.checkpoints import find_model
+from train.config import default_config, make_student
 
 
 def get_config(argument: str = "en-de") -> ConfigDict:
-    """The settings for "PAIR" or "PAIR,OBJECTIVE"; each can be changed on the command line with --config.name=value."""
-    language_pair, _, objective = argument.partition(",")
+    """The settings for "PAIR" or "PAIR,OBJECTIVE[,distilled]"; --config.name=value changes each."""
+    language_pair, *student = argument.split(",")
     config = default_config()
-    config.objective = objective or "seq2seq"
+    config.objective = "seq2seq"
     config.total_steps = 3000
     config.label_smoothing = 0.1
 
@@ -71,18 +79,9 @@ def get_config(argument: str = "en-de") -> ConfigDict:
     config.evaluation.language = language_pair.partition("-")[2]
     config.evaluation.batch_size = 64
     config.checkpoint.every = 250
-    if config.objective != "seq2seq":
-        _make_student(config)
+    if student:
+        texts = Path(train.data.__file__).parent / "ui_phrases"
+        make_student(
+            config, student, str(find_model(f"ui-phrases-{language_pair}")), str(texts / f"distilled-{language_pair}")
+        )
     return config
-
-
-def _make_student(config: ConfigDict) -> None:
-    """What a student of the pair's teacher has of its own."""
-    config.evaluation.decoder = config.objective
-    config.data.tokenizer.kind = "file"
-    config.data.tokenizer.path = f"workdirs/ui_phrases-{config.data.language_pair}"
-    if config.objective in ("nonautoregressive", "ctc"):
-        config.canvas.source_copy = "uniform"
-        config.canvas.glancing = 0.5
-    if config.objective == "ctc":
-        config.label_smoothing = 0.0  # it has no law of single tokens

@@ -22,20 +22,30 @@ TABLE = re.compile(r"(<!-- table: (\S+?)(?: of (\S+))? -->\n).*?(<!-- end of tab
 
 
 def tables(match: re.Match[str]) -> str:
-    """The table that stands between two marks, made anew: of a file, or of one figure of "<file>"."""
+    """The table between two marks, made anew: of a file, or of it one figure, or "task/*", all figures of a task."""
     start, first, second, end = match.groups()
     file = ROOT / (second or first)
     records = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
-    return start + (by_method_and_task(records, first) if second else table(records)) + end
+    return start + (by_method(records, first) if second else table(records)) + end
 
 
-def by_method_and_task(records: list[dict[str, Any]], figure: str) -> str:
-    """One figure of the records called "task/method/figure": a row for each method, a column for each task."""
-    cells = {tuple(parts[:2]): r["value"] for r in records if (parts := r["name"].split("/"))[2:] == [figure]}
-    tasks, methods = (sorted({key[i] for key in cells}) for i in (0, 1))
-    lines = [f"| {' | '.join(['', *(task.replace('_', ' ') for task in tasks)])} |", "|---" * (len(tasks) + 1) + "|"]
+def by_method(records: list[dict[str, Any]], chosen: str) -> str:
+    """Some of the records called "task/method/figure", a row for each method.
+
+    Args:
+      records: of a file.
+      chosen: "figure", then there is a column for each task; or "task/*", then there is one for each figure.
+    """
+    cells = {}
+    for each in records:
+        task, method, figure = (*each["name"].split("/"), "", "")[:3]
+        if figure and chosen in (figure, f"{task}/*"):
+            cells[method, figure if chosen.endswith("/*") else task] = each["value"]
+    methods, columns = (sorted({key[i] for key in cells}) for i in (0, 1))
+    lines = [f"| {' | '.join(['', *(column.replace('_', ' ') for column in columns)])} |"]
+    lines.append("|---" * (len(columns) + 1) + "|")
     for method in methods:
-        values = [f"{cells[task, method]:.3g}" if (task, method) in cells else "" for task in tasks]
+        values = [f"{cells[method, column]:.3g}" if (method, column) in cells else "" for column in columns]
         lines.append(f"| {' | '.join([method.replace('_', ' '), *values])} |")
     return "\n".join(lines) + "\n"
 

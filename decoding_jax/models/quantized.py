@@ -35,6 +35,20 @@ def quantized(model: Model) -> Model:
     return dataclasses.replace(model, params=quantize_params(model.params))
 
 
+def dequantized(model: Model) -> Model:
+    """The inverse of `quantized`: a copy whose matrices are floats again, with the values that int8 has left them.
+
+    A model that is not quantised is returned as it is.
+    """
+    return dataclasses.replace(model, params=_dequantize_params(model.params)) if is_quantized(model.params) else model
+
+
+@jax.jit
+def _dequantize_params(params: PyTree) -> PyTree:
+    is_array = lambda x: isinstance(x, qwix.QArray)
+    return jax.tree.map(lambda x: qwix.dequantize(x) if is_array(x) else x, params, is_leaf=is_array)
+
+
 @jax.jit
 def quantize_params(params: PyTree) -> PyTree:
     """A Transformer's params with a `qwix.QArray` (int8 values and scales) for each matrix."""

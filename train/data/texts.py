@@ -2,8 +2,8 @@
 
 A config's `data` part says which:
 
-    name             "ui_phrases", "parallel_text", "plain_text" (see `train.data.builders`), or a data set that TFDS
-                     has prepared: "name", "name/config" or "name/config:1.0.0"
+    name             "ui_phrases", "key_phrases", "parallel_text", "plain_text" (see `train.data.builders`), or one
+                     that TFDS has prepared: "name", "name/config" or "name/config:1.0.0"
     language_pair    of ui_phrases: "en-de" or "en-zh"
     files            of parallel_text and plain_text: the files of each split, spelled as these modules say.
                      Of any other data set: which of its splits serve, as in {"train": "train[:95%]",
@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import tensorflow_datasets as tfds
 
 from decoding_jax.checkpoints.cache_files import cache_dir, sha256_of_file
-from train.data.builders import OWN, SPLITS, prepare_files, prepare_ui_phrases, quiet
+from train.data.builders import OF_FILES, OWN, SHIPPED, SPLITS, prepare_files, prepare_shipped, quiet
 
 _ROWS_AT_ONCE = 1024
 
@@ -104,10 +104,10 @@ def open_texts(settings: Mapping[str, Any]) -> Texts:
     root = Path(settings["data_dir"]).expanduser() if settings["data_dir"] else cache_dir() / "tfds"
     name, lowercase = settings["name"], bool(settings["lowercase"])
     files: Mapping[str, Any] = settings["files"]
-    if name in ("parallel_text", "plain_text"):
+    if name in OF_FILES:
         builder, files = prepare_files(root, name, files), {}
-    elif name == "ui_phrases":
-        builder = prepare_ui_phrases(root, settings["language_pair"])
+    elif name in SHIPPED:
+        builder = prepare_shipped(root, name, settings["language_pair"])
     else:
         builder = _find_prepared(root, name)
     parts = _parts(builder, files)

@@ -1,6 +1,7 @@
 """The data sets of this package, prepared by TFDS as array_record files that need no TensorFlow.
 
     ui_phrases           short interface texts, shipped with the package
+    key_phrases          texts out of these, and their phrases that say most
     parallel_text        pairs out of the user's own files
     plain_text           documents out of the user's own files
 
@@ -24,12 +25,14 @@ from absl import logging
 
 from decoding_jax.checkpoints.cache_files import cached_folder, sha256_of_file
 from train.data.builders.files import FilesConfig, suffix
+from train.data.builders.key_phrases import KeyPhrases
 from train.data.builders.parallel_text import ParallelText, check_files
 from train.data.builders.plain_text import PlainText, parse_part
 from train.data.builders.ui_phrases import SPLITS, UiPhrases
 
-OWN: dict[str, Any] = {"parallel_text": ParallelText, "plain_text": PlainText, "ui_phrases": UiPhrases}
-LANGUAGE_PAIRS = tuple(config.name for config in UiPhrases.BUILDER_CONFIGS)
+SHIPPED: dict[str, Any] = {"key_phrases": KeyPhrases, "ui_phrases": UiPhrases}
+OF_FILES: dict[str, Any] = {"parallel_text": ParallelText, "plain_text": PlainText}
+OWN = OF_FILES | SHIPPED
 
 
 @contextlib.contextmanager
@@ -45,15 +48,22 @@ def quiet() -> Iterator[None]:
         logging.set_verbosity(verbosity)
 
 
-def prepare_ui_phrases(root: Path, language_pair: str) -> tfds.core.DatasetBuilder:
-    """ui_phrases in one of LANGUAGE_PAIRS, prepared if it is not yet.
+def prepare_shipped(root: Path, name: str, language_pair: str) -> tfds.core.DatasetBuilder:
+    """One of SHIPPED, prepared if it is not yet.
+
+    Args:
+      root: where prepared data sets are.
+      name: of the data set.
+      language_pair: "en-de" or "en-zh" of ui_phrases, "" or "en" of key_phrases.
 
     Raises:
       ValueError: there is no such pair, or `root` cannot be written.
     """
-    if language_pair not in LANGUAGE_PAIRS:
-        raise ValueError(f"data.language_pair={language_pair!r}: ui_phrases has {', '.join(LANGUAGE_PAIRS)}")
-    return _prepare(root, "ui_phrases", UiPhrases.builder_configs[language_pair])
+    configs = SHIPPED[name].builder_configs
+    chosen = language_pair or (next(iter(configs)) if len(configs) == 1 else "")
+    if chosen not in configs:
+        raise ValueError(f"data.language_pair={language_pair!r}: {name} has {', '.join(configs)}")
+    return _prepare(root, name, configs[chosen])
 
 
 def prepare_files(root: Path, name: str, files: Mapping[str, Any]) -> tfds.core.DatasetBuilder:

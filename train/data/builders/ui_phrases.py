@@ -46,8 +46,20 @@ class UiPhrases(tfds.core.GeneratorBasedBuilder):
 
     def _generate_examples(self, split: str) -> Iterator[tuple[str, dict[str, str]]]:
         column = _COLUMNS[self.builder_config.name]
-        with lzma.open(FILE, "rt", encoding="utf-8", newline="\n") as file:
-            for line in file:
-                row = line.rstrip("\n").split("\t")
-                if row[0] == split and row[column]:
-                    yield row[1], {"source": row[1], "target": row[column]}
+        for row in _rows(split):
+            if row[column]:
+                yield row[1], {"source": row[1], "target": row[column]}
+
+
+def english_texts(split: str) -> list[str]:
+    """The English texts of a split."""
+    return [row[1] for row in _rows(split)]
+
+
+def _rows(split: str) -> Iterator[list[str]]:
+    """The lines of a split: its name, English, German, Chinese; "" where a language has none."""
+    with lzma.open(FILE, "rt", encoding="utf-8", newline="\n") as file:
+        for line in file:
+            row = line.rstrip("\n").split("\t")
+            if row[0] == split:
+                yield row
