@@ -1,10 +1,12 @@
-"""Decodes real prompts with SmolLM2-135M-Instruct by several decoders and compares them in a table.
+"""Decodes with real models by several decoders and compares them in tables.
 
     python scripts/quickstart.py                       # greedy, about two minutes on two cores
     python scripts/quickstart.py --prompt='Your text'  # your own prompt instead
+    python scripts/quickstart.py --sentence='Turn off the light in the kitchen.'
 
-The first run converts the model's weights (once, into the user's cache folder) and compiles; compiled
-programs are kept beside them, so the next run starts quickly.
+First a sentence is translated from English to German, token by token and by models that write all words at once; then
+SmolLM2-135M-Instruct answers prompts. The first run converts the latter's weights (once, into the user's cache folder)
+and compiles; compiled programs are kept beside them, so the next run starts quickly.
 """
 
 from __future__ import annotations

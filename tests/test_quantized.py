@@ -17,6 +17,7 @@ import decoding_jax as dj
 from decoding_jax.checkpoints.huggingface import path_of
 from decoding_jax.masks import causal_mask
 from decoding_jax.models.functional import init_transformer
+from decoding_jax.models.quantized import dequantized
 from decoding_jax.models.transformer import product
 from decoding_jax.types import Array, Inputs
 
@@ -153,3 +154,15 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="is in int8"):
         dj.save_huggingface(dj.quantized(tied()), tmp_path / "model")
     assert not (tmp_path / "model").exists()
+
+
+@pytest.mark.parametrize("make", [tied, zoo.small_translator])
+def test_floats_come_back_as_int8_has_left_them(make: Callable[[], dj.Model]) -> None:
+    """Values times scales, in float32; what is in floats already stays the same model."""
+    model = make()
+    rounded = dj.quantized(model)
+    back, small = leaves(dequantized(rounded)), leaves(rounded)
+    for path, x in leaves(model).items():
+        wanted = small[f"{path}/qvalue"] * small[f"{path}/scale"] if f"{path}/qvalue" in small else x
+        assert back[path].dtype == jnp.float32 and (back[path] == wanted).all(), path
+    assert dequantized(model) is model

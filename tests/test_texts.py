@@ -22,6 +22,7 @@ import pytest
 import tensorflow_datasets as tfds
 
 from train.data.builders import ui_phrases
+from train.data.builders.key_phrases import SEPARATOR, key_phrases
 from train.data.texts import open_texts
 
 ROOT = Path(__file__).parent.parent
@@ -325,7 +326,7 @@ def test_a_prepared_data_set_is_opened_by_name(open_data: Any, prepared: Path) -
     [
         (
             {"name": "new_world"},
-            "is neither parallel_text, plain_text, ui_phrases nor prepared in '.*' .*old_world:1.0.0",
+            "is neither parallel_text, plain_text, key_phrases, ui_phrases nor prepared in '.*' .*old_world:1.0.0",
         ),
         ({"name": "old_world:2.0.0"}, "data.name='old_world:2.0.0' is neither"),
         ({"name": "old_world", "fields": ()}, r"data.fields=\(\): name one feature of old_world, .* are en, la"),
@@ -343,6 +344,8 @@ def test_a_prepared_data_set_is_opened_by_name(open_data: Any, prepared: Path) -
             r"data.files.train='train\[:0\]' of .* it is empty",
         ),
         ({"name": "ui_phrases", "language_pair": "en-fr"}, "data.language_pair='en-fr': ui_phrases has en-de, en-zh"),
+        ({"name": "ui_phrases", "language_pair": ""}, "data.language_pair='': ui_phrases has en-de, en-zh"),
+        ({"name": "key_phrases", "language_pair": "en-de"}, "data.language_pair='en-de': key_phrases has en"),
     ],
 )
 def test_unusable_names_are_refused(open_data: Any, settings: dict[str, Any], message: str) -> None:
@@ -442,6 +445,36 @@ def test_no_near_duplicate_is_in_two_splits(table: list[list[str]]) -> None:
             if other != split:
                 assert 10 * len(words & other_words) < 6 * len(words | other_words)
                 assert 10 * len(letters & other_letters) < 6 * len(letters | other_letters)
+
+
+# --- key_phrases
+
+
+def test_key_phrases_are_runs_of_their_text(open_data: Any, table: list[list[str]]) -> None:
+    """At most three, none twice, each in its text between function words; texts are three of their own split's."""
+    texts = open_data("key_phrases", language_pair="")
+    for name, split in texts.splits.items():
+        known = {row[1] for row in table if row[0] == name}
+        for row in split:
+            phrases = row["target"].split(SEPARATOR)
+            assert 1 <= len(phrases) == len(set(phrases)) <= 3
+            places = [row["source"].find(phrase) for phrase in phrases]
+            assert min(places) >= 0 and "the" not in row["target"].lower().split()
+        for row in [split[0], split[-1]]:
+            assert sum(text in row["source"] for text in known) >= 3
+    sizes = {name: len(split) for name, split in texts.splits.items()}
+    assert sizes["validation"] == sizes["test"] == 999 and 16_000 < sizes["train"] < 17_000
+
+
+def test_key_phrases_say_most() -> None:
+    """Rare words go first, and a run of more than four words is no phrase; the same text has the same ones."""
+    assert key_phrases("The battery level is low. Geofence of the front door") == [
+        "battery level",
+        "Geofence",
+        "front door",
+    ]
+    assert key_phrases("one two three four five six seven eight. Geofence") == ["Geofence"]
+    assert key_phrases("of the and") == []
 
 
 # --- The extraction
