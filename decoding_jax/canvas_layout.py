@@ -18,10 +18,11 @@ def length_class(spec: CanvasSpec, lengths: Array, source_lengths: Array) -> Arr
     >>> length_class(spec, jnp.asarray([3, 4, 9]), jnp.asarray([4, 4, 4])).tolist()
     [1, 2, 4]
     """
-    return jnp.clip(_unclipped_class(spec, lengths, source_lengths), 0, spec.length_classes - 1)
+    return jnp.clip(unclipped_class(spec, lengths, source_lengths), 0, spec.length_classes - 1)
 
 
-def _unclipped_class(spec: CanvasSpec, lengths: Array, source_lengths: Array) -> Array:
+def unclipped_class(spec: CanvasSpec, lengths: Array, source_lengths: Array) -> Array:
+    """Which class a canvas length would be of a head with classes for all lengths, negative ones too."""
     return lengths if spec.length_head == "lengths" else lengths - source_lengths + spec.length_classes // 2
 
 
@@ -40,7 +41,7 @@ def length_scores(spec: CanvasSpec, logits: Array, source_lengths: Array, limits
       the nearer a class; -inf above the limit. So a row whose limit lies below all classes takes its limit.
     """
     lengths = jnp.arange(1, longest + 1)[None]
-    wanted = _unclipped_class(spec, lengths, source_lengths[:, None])
+    wanted = unclipped_class(spec, lengths, source_lengths[:, None])
     nearest = jnp.clip(wanted, 0, spec.length_classes - 1)
     known = jnp.take_along_axis(jax.nn.log_softmax(logits), nearest, axis=1)
     far = UNKNOWN * (1.0 + jnp.abs(wanted - nearest).astype(jnp.float32))

@@ -22,6 +22,7 @@ from train.command import run
 
 MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "What dj.load takes: a name, a folder or a .gguf file.")
 PROMPT = flags.DEFINE_multi_string("prompt", list(COPYING_PROMPTS), "What to ask; may be given several times.")
+SENTENCE = flags.DEFINE_string("sentence", "Turn off the light in the kitchen.", "What to translate to German.")
 NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "The budget of each answer, in tokens.", lower_bound=1)
 
 DECODERS = {
@@ -36,9 +37,29 @@ def table(rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
-def main() -> None:
-    """Decodes, compares, prints."""
-    dj.enable_compilation_cache(cache_dir() / "compiled")
+def translate() -> None:
+    """One sentence by a translator that writes token by token, and by some that write all tokens at once."""
+    teacher, ctc, masked = (dj.load(f"ui-phrases-en-de{student}") for student in ("", "-ctc", "-mask-predict"))
+    methods: dict[str, tuple[dj.Model, dj.Decoder, dj.Model | None]] = {
+        "Autoregressive": (teacher, dj.Autoregressive(), None),
+        "CTC": (ctc, dj.CTC(), None),
+        "CTC, sums over paths": (ctc, dj.CTC(beam=8), None),
+        "MaskPredict, 4 rounds": (masked, dj.MaskPredict(iterations=4), None),
+        "DraftThenVerify": (teacher, dj.DraftThenVerify(draft=dj.CTC()), ctc),
+    }
+    print(f"\ntranslating with {len(methods)} decoders (each is compiled first)\n\n> {SENTENCE.value}", flush=True)
+    rows = [("decoder", "calls", "ms", "translation")]
+    for name, (model, decoder, drafter) in methods.items():
+        for _ in range(4):  # the first time it compiles
+            out = dj.decode(model, [SENTENCE.value], decoder, drafter=drafter, max_new_tokens=32)
+        calls, took = int(out.stats.model_calls[0]), 1e3 * out.stats.total_seconds
+        rows.append((name, str(calls), f"{took:.1f}", (out.text or [""])[0]))
+    print(table(rows))
+    print("The last one is lossless: an autoregressive model verifies what CTC has written at once.\n")
+
+
+def answer() -> None:
+    """Prompts by a language model, with drafts and without."""
     print(f"loading {MODEL.value} (its weights are converted once)", flush=True)
     model = dj.load(MODEL.value)
     print(model)
@@ -64,6 +85,13 @@ def main() -> None:
         "\non the machine: next to nothing more than on one position on an accelerator, two to three times as much"
         "\non a few CPU cores."
     )
+
+
+def main() -> None:
+    """Decodes, compares, prints."""
+    dj.enable_compilation_cache(cache_dir() / "compiled")
+    translate()
+    answer()
 
 
 if __name__ == "__main__":

@@ -10,12 +10,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from timing import decode_phases
 
 import decoding_jax as dj
 from decoding_jax.batch_job import Job, run_job
-from decoding_jax.batch_rows import Row, plan_parts
+from decoding_jax.batch_rows import Batch, Row, plan_parts
 from decoding_jax.prepare import encode_prompts, least_bucket
 from train.command import say
+from train.workdir import RESULTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,11 +28,13 @@ class Method:
       run: what the student's workdir has behind its teacher's, such as ",ctc,distilled"; "" is the teacher.
       decoder: with its settings.
       drafter: of a second model, likewise; None: there is none.
+      scorer: of a model that chooses among candidates, likewise.
     """
 
     run: str
     decoder: dj.Decoder
     drafter: str | None = None
+    scorer: str | None = None
 
 
 def _rounds(name: str, run: str, make: type, rounds: Sequence[int]) -> dict[str, Method]:
@@ -44,6 +48,9 @@ METHODS: Mapping[str, Method] = {
     "nonautoregressive_raw": Method(",nonautoregressive", dj.NonAutoregressive()),
     "nonautoregressive": Method(",nonautoregressive,distilled", dj.NonAutoregressive()),
     "nonautoregressive_length_beam_5": Method(",nonautoregressive,distilled", dj.NonAutoregressive(length_beam=5)),
+    "nonautoregressive_length_beam_5_chosen_by_teacher": Method(
+        ",nonautoregressive,distilled", dj.NonAutoregressive(length_beam=5), scorer=""
+    ),
     "ctc_raw": Method(",ctc", dj.CTC()),
     "ctc": Method(",ctc,distilled", dj.CTC()),
     "ctc_beam_8": Method(",ctc,distilled", dj.CTC(beam=8)),
@@ -61,21 +68,33 @@ METHODS: Mapping[str, Method] = {
 
 
 class Runs:
-    """The workdirs of a teacher and of its students, each loaded once."""
+    """The workdirs of a teacher and of its students, each loaded once.
 
-    def __init__(self, teacher: str) -> None:
-        self.teacher = teacher
+    Args:
+      teacher: its workdir.
+      ending: of the students' workdirs, such as ",seed_1".
+    """
+
+    def __init__(self, teacher: str, ending: str = "") -> None:
+        self.teacher, self.ending = teacher, ending
         self._loaded: dict[str, dj.Model] = {}
 
-    def load(self, run: str) -> dj.Model:
-        """The model of a run."""
-        if run not in self._loaded:
-            self._loaded[run] = dj.load(self.teacher + run)
-        return self._loaded[run]
+    def workdir(self, run: str) -> Path:
+        """Of a run."""
+        return Path(self.teacher + run + (self.ending if run else ""))
 
-    def drafter(self, method: Method) -> dj.Model | None:
-        """The second model of a method, None where it has none."""
-        return None if method.drafter is None else self.load(method.drafter)
+    def load(self, run: str | None) -> dj.Model | None:
+        """The model of a run, None of None."""
+        return None if run is None else self.model(run)
+
+    def model(self, run: str) -> dj.Model:
+        """The model of a run; ValueError where it has another vocabulary than the teacher."""
+        if run not in self._loaded:
+            self._loaded[run] = model = dj.load(self.workdir(run))
+            digests = [each.tokenizer.vocabulary_digest() for each in (model, self.model(""))]
+            if digests[0] != digests[1]:
+                raise ValueError(f"{self.workdir(run)} has another vocabulary than its teacher; train it again")
+        return self._loaded[run]
 
     def trained(self, wanted: Sequence[str] = ()) -> dict[str, Method]:
         """The methods whose models are there, of those that are wanted; what is missing is said.
@@ -85,13 +104,15 @@ class Runs:
         """
         if unknown := [name for name in wanted if name not in METHODS]:
             raise ValueError(f"methods={','.join(unknown)}: choose of {', '.join(METHODS)}")
-        if not Path(self.teacher).is_dir():
-            raise ValueError(f"teacher={self.teacher!r}: there is no such workdir; train it first (docs/parallel.md)")
+        done = lambda run: (self.workdir(run) / RESULTS).exists()
+        if not done(""):
+            raise ValueError(
+                f"teacher={self.teacher!r}: no workdir of a finished run; train it first (docs/parallel.md)"
+            )
         chosen = {name: METHODS[name] for name in wanted or METHODS}
-        needed = {name: [method.run, method.drafter or ""] for name, method in chosen.items()}
-        missing = [name for name, runs in needed.items() if not all(Path(self.teacher + run).is_dir() for run in runs)]
+        missing = [name for name, m in chosen.items() if not (done(m.run) and done(m.drafter or ""))]
         if missing:
-            say(f"not trained and left out: {', '.join(missing)}")
+            say(f"not trained to the end and left out: {', '.join(missing)}")
         return {name: method for name, method in chosen.items() if name not in missing}
 
 
@@ -108,16 +129,31 @@ class TimedJob:
     job: Job
     rows: Sequence[Row]
 
-    def seconds(self) -> float:
-        """Wall-clock time of the whole job, with all that it writes."""
+    @property
+    def parts(self) -> list[list[Batch]]:
+        """Its batches, in parts."""
         lengths = [len(row.prompt) for row in self.rows]
         told = [row.length is not None for row in self.rows]
         least = least_bucket(self.model)
-        parts = plan_parts(lengths, self.job.batch_size, self.job.batches_per_part, told, least)
+        return plan_parts(lengths, self.job.batch_size, self.job.batches_per_part, told, least)
+
+    def seconds(self) -> float:
+        """Wall-clock time of the whole job, with all that it writes."""
         with tempfile.TemporaryDirectory() as folder:
             began = time.perf_counter()
-            run_job(self.model, self.job, self.rows, parts, Path(folder))
+            run_job(self.model, self.job, self.rows, self.parts, Path(folder))
             return time.perf_counter() - began
+
+    def phases(self) -> tuple[float, float]:
+        """Seconds of the same batches before their first round (encoder), and of their rounds (calls of the model)."""
+        encoder = calls = 0.0
+        for batch in (batch for part in self.parts for batch in part):
+            rows = [self.rows[i] for i in batch.filled(self.job.batch_size)]
+            told = [row.length for row in rows if row.length is not None]
+            sources, new = [row.prompt for row in rows], self.job.max_new_tokens
+            _, before, took = decode_phases(self.model, sources, self.job.decoder, new, told or None)
+            encoder, calls = encoder + before, calls + took
+        return encoder, calls
 
 
 def median_seconds(jobs: Mapping[str, TimedJob], repeats: int) -> dict[str, float]:

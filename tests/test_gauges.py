@@ -33,9 +33,10 @@ def test_ngrams_are_looked_up_in_the_corpus() -> None:
 
 def test_word_order_is_kendalls_distance() -> None:
     """0 in order, 1 turned round; what only one side has does not count; repeated words pair up in order."""
-    assert word_order_error("abcd", "abcd") == 0 and word_order_error("dcba", "abcd") == 1
-    assert word_order_error("xbya", "azb") == 1 and word_order_error("aba", "aab") == 1 / 3
-    assert word_order_error("a", "a") == word_order_error("xy", "ab") == 0
+    assert word_order_error(["abcd"], ["abcd"]) == 0 and word_order_error(["dcba"], ["abcd"]) == 1
+    assert word_order_error(["xbya"], ["azb"]) == 1 and word_order_error(["aba"], ["aab"]) == 1 / 3
+    assert word_order_error(["a"], ["a"]) == word_order_error(["xy"], ["ab"]) == 0
+    assert word_order_error(["a", "ba", "abc"], ["a", "ab", "abc"]) == 1 / 4  # pairs count, not texts
 
 
 def test_length_error_is_a_mean_of_words() -> None:

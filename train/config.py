@@ -167,6 +167,8 @@ def make_student(config: ConfigDict, student: Sequence[str], teacher: str, trans
     config.data.tokenizer.path = teacher
     if more:
         config.data.distilled = translations
+        # The validation split has other targets than the student learns, and says little about when it is best.
+        config.checkpoint.keep_best = 0
     if objective == "seq2seq":
         return
     config.evaluation.decoder = objective

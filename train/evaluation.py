@@ -61,6 +61,7 @@ class DecodingReport:
       scores: against the references.
       tokens: new tokens of all rows.
       model_calls: summed over rows, each counted until it ended; prefill is not.
+      draft_calls: of a second model that drafts, likewise.
       seconds: in `decode` without compiling, over all batches; rows that fill up the last one take part.
     """
 
@@ -68,6 +69,7 @@ class DecodingReport:
     scores: TextScores
     tokens: int
     model_calls: int
+    draft_calls: int
     seconds: float
 
     @property
@@ -86,6 +88,7 @@ def evaluate_decoding(
     batch_size: int,
     language: str,
     drafter: Model | None = None,
+    scorer: Model | None = None,
     mesh: Mesh | None = None,
 ) -> DecodingReport:
     """Decodes a test set greedily and scores it.
@@ -103,7 +106,7 @@ def evaluate_decoding(
       max_new_tokens: the budget of each row.
       batch_size: rows decoded together.
       language: of the references, as in `text_scores`.
-      drafter, mesh: as in `decode`.
+      drafter, scorer, mesh: as in `decode`.
 
     Raises:
       ValueError: an argument does not fit; raised before anything is decoded.
@@ -117,7 +120,7 @@ def evaluate_decoding(
     base_language(language)
     prompts = encode_prompts(model, list(sources))
     hypotheses = [""] * len(prompts)
-    tokens, calls, seconds = 0, 0, 0.0
+    tokens, calls, drafts, seconds = 0, 0, 0, 0.0
     # The longest first: if one does not fit the model's context, the first call says so.
     order = sorted(range(len(prompts)), key=lambda row: -len(prompts[row]))
     for at in range(0, len(order), batch_size):
@@ -128,6 +131,7 @@ def evaluate_decoding(
             [prompts[row] for row in rows],
             decoder,
             drafter=drafter,
+            scorer=scorer,
             max_new_tokens=max_new_tokens,
             row_ids=rows,
             lengths=[_length_of(model, references[row], max_new_tokens) for row in rows]
@@ -140,8 +144,9 @@ def evaluate_decoding(
             hypotheses[row] = text.strip()
         tokens += int(output.stats.tokens[: len(kept)].sum())
         calls += int(output.stats.model_calls[: len(kept)].sum())
+        drafts += int(output.stats.draft_calls[: len(kept)].sum())
         seconds += output.stats.total_seconds
-    return DecodingReport(hypotheses, text_scores(hypotheses, references, language), tokens, calls, seconds)
+    return DecodingReport(hypotheses, text_scores(hypotheses, references, language), tokens, calls, drafts, seconds)
 
 
 def _length_of(model: Model, reference: str, most: int) -> int:

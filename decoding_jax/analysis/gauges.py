@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from typing import TypeVar
 
 import numpy as np
 
 Words = Sequence[Hashable]
+T = TypeVar("T")
 
 
 def repetition_rate(texts: Sequence[Words]) -> float:
@@ -41,19 +43,25 @@ def ngram_consistency(texts: Iterable[Words], corpus: Iterable[Words], n: int = 
     return sum(found) / len(found) if found else 1.0
 
 
-def word_order_error(text: Words, reference: Words) -> float:
+def word_order_error(texts: Sequence[Words], references: Sequence[Words]) -> float:
     """The share of pairs of shared words, 0 to 1, that stand in the other order (Kendall's distance, as in Birch 2010).
 
-    Of a word that occurs several times the k-th occurrences belong together; with fewer than two shared words it is 0.
+    Of a word that occurs several times the k-th occurrences belong together. All texts' pairs count alike; without any
+    it is 0. It says nothing of words that are not shared: look at BLEU too.
 
-    >>> word_order_error(["b", "a", "c"], ["a", "x", "b", "c"])
+    >>> word_order_error([["b", "a", "c"]], [["a", "x", "b", "c"]])
     0.3333333333333333
+
+    Raises:
+      ValueError: the counts of texts differ or are 0.
     """
-    places = {word: at for at, word in enumerate(_numbered(reference))}
-    order = [places[word] for word in _numbered(text) if word in places]
-    pairs = len(order) * (len(order) - 1) // 2
-    swapped = sum(order[i] > order[j] for j in range(len(order)) for i in range(j))
-    return swapped / pairs if pairs else 0.0
+    swapped = pairs = 0
+    for text, reference in _paired(texts, references):
+        places = {word: at for at, word in enumerate(_numbered(reference))}
+        order = [places[word] for word in _numbered(text) if word in places]
+        pairs += len(order) * (len(order) - 1) // 2
+        swapped += sum(order[i] > order[j] for j in range(len(order)) for i in range(j))
+    return swapped / max(pairs, 1)
 
 
 def length_error(texts: Sequence[Words], references: Sequence[Words]) -> float:
@@ -62,9 +70,7 @@ def length_error(texts: Sequence[Words], references: Sequence[Words]) -> float:
     Raises:
       ValueError: the counts of texts differ or are 0.
     """
-    if len(texts) != len(references) or not texts:
-        raise ValueError(f"{len(texts)} texts and {len(references)} references: give equally many, and at least one")
-    return float(np.mean([abs(len(a) - len(b)) for a, b in zip(texts, references, strict=True)]))
+    return float(np.mean([abs(len(a) - len(b)) for a, b in _paired(texts, references)]))
 
 
 def set_f1(found: Sequence[Iterable[Hashable]], wanted: Sequence[Iterable[Hashable]]) -> float:
@@ -76,9 +82,7 @@ def set_f1(found: Sequence[Iterable[Hashable]], wanted: Sequence[Iterable[Hashab
     Raises:
       ValueError: the counts of sets differ or are 0.
     """
-    if len(found) != len(wanted) or not found:
-        raise ValueError(f"{len(found)} sets found and {len(wanted)} wanted: give equally many, and at least one")
-    pairs = [(set(a), set(b)) for a, b in zip(found, wanted, strict=True)]
+    pairs = [(set(a), set(b)) for a, b in _paired(found, wanted)]
     return float(np.mean([2 * len(a & b) / (len(a) + len(b)) if a or b else 1.0 for a, b in pairs]))
 
 
@@ -110,6 +114,12 @@ def total_correlation(law: Mapping[Words, float]) -> float:
             alone = sum(np.log(marginal[token]) for marginal, token in zip(marginals, row, strict=True))
             total += probability * (np.log(probability) - alone)
     return float(total)
+
+
+def _paired(texts: Sequence[T], references: Sequence[T]) -> list[tuple[T, T]]:
+    if len(texts) != len(references) or not texts:
+        raise ValueError(f"{len(texts)} texts and {len(references)} references: give equally many, and at least one")
+    return list(zip(texts, references, strict=True))
 
 
 def _ngrams(text: Words, n: int) -> list[tuple[Hashable, ...]]:

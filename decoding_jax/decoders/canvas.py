@@ -40,6 +40,7 @@ from decoding_jax.types import (
 
 PAD, HIDDEN, WRITTEN = range(3)  # the status of a place
 _NARROWEST = 8
+_MOST_ROUNDS = 10_000  # with more, places times rounds might not be an int32
 
 
 @struct.dataclass
@@ -211,6 +212,8 @@ class Refining(Canvas):
         """See `Canvas.check`. The number of rounds is traced: all share one program, but in a `DraftThenVerify`."""
         super().check(ctx)
         check_whole("iterations", self.iterations, 1)
+        if self.iterations > _MOST_ROUNDS:
+            raise ValueError(f"iterations={self.iterations}: must be at most {_MOST_ROUNDS:,}")
 
     @property
     def num_candidates(self) -> int:
@@ -269,7 +272,7 @@ def predict(
     candidates: int = 1,
     emits_mask: bool = False,
 ) -> tuple[Array, Array]:
-    """A token for every place, and the model's own log-probability of it.
+    """A token for every place, and the model's own log-probability of it, among the tokens that can stand there.
 
     Args:
       ctx: of the C rows.
@@ -293,8 +296,10 @@ def predict(
         candidates=repeat(jnp.arange(rows, dtype=jnp.int32) % candidates),
         steps=repeat(steps),
     ).reshape(rows, size)
-    chosen = jnp.take_along_axis(logits, tokens[:, :, None], axis=2)[:, :, 0]
-    return tokens, chosen - jax.nn.logsumexp(logits, axis=2)
+    # What a model gives to its hidden id, as one trained with label smoothing does, would look like doubt.
+    own = logits if emits_mask else jnp.where(jnp.arange(vocab_size) == spec_of(ctx).mask_id, -jnp.inf, logits)
+    chosen = jnp.take_along_axis(own, tokens[:, :, None], axis=2)[:, :, 0]
+    return tokens, chosen - jax.nn.logsumexp(own, axis=2)
 
 
 def process_places(ctx: Context, logits: Array, emits_mask: bool = False) -> Array:
@@ -323,8 +328,8 @@ def _endings(ctx: Context, tokens: Array, inside: Array) -> tuple[Array, Array]:
 
 @struct.dataclass
 class Canvases:
-    """What is written: tokens i32[C, L], where inside bool[C, L], log-probabilities f32[C, L] of the tokens; scores
-    f32[C] to rank candidates by, None for the mean of these; and calls of the model i32[C]."""
+    """What is written: tokens i32[C, L], where inside bool[C, L], log-probabilities f32[C, L] of the tokens; the texts'
+    log-probabilities f32[C] to rank candidates by, None for the mean of the tokens'; and calls of the model i32[C]."""
 
     tokens: Array
     inside: Array
@@ -334,7 +339,7 @@ class Canvases:
 
 
 def output_of_canvases(ctx: Context, canvases: Canvases, candidates: int) -> DecodeOutput:
-    """Cuts canvases at their ends and ranks each row's candidates."""
+    """Cuts canvases at their ends and ranks each row's candidates; those that are one text then become one."""
     length, reason = _endings(ctx, canvases.tokens, canvases.inside)
     on_host: Any
     on_host, lengths, reasons, limits, starts = jax.device_get(
@@ -353,6 +358,11 @@ def output_of_canvases(ctx: Context, canvases: Canvases, candidates: int) -> Dec
     if scores is None:
         scores = np.where(lengths > 0, log_probs.sum(axis=1) / np.maximum(lengths, 1), np.float32(-np.inf))
     by_row = lambda values: values.reshape(len(values) // candidates, candidates, *values.shape[1:])
+    if candidates > 1:
+        scores = _merged(by_row(tokens), by_row(lengths), by_row(scores), add=on_host.scores is not None).reshape(-1)
+        lengths = np.where(np.isfinite(scores), lengths, 0)
+        new = np.arange(size)[None] < lengths[:, None]
+        tokens, log_probs = cut(tokens), cut(log_probs)
     named = [[FINISH_REASONS[why] for why in row] for row in by_row(reasons)]
     found = Candidates(by_row(tokens), by_row(lengths), by_row(scores), by_row(log_probs), named)
     found = found.ranked_by(by_row(scores))
@@ -368,3 +378,20 @@ def output_of_canvases(ctx: Context, canvases: Canvases, candidates: int) -> Dec
         candidates=found if candidates > 1 else None,
         lossless=False,
     )
+
+
+def _merged(tokens: np.ndarray, lengths: np.ndarray, scores: np.ndarray, add: bool) -> np.ndarray:
+    """The scores f32[B, W] of candidates, where equal texts count once: one has the sum, or best, of their probability
+    and the others -inf."""
+    merged = scores.copy()
+    for row in range(len(scores)):
+        first: dict[bytes, int] = {}
+        for n in np.argsort(-scores[row], kind="stable"):
+            text = tokens[row, n, : lengths[row, n]].tobytes()
+            if text not in first:
+                first[text] = n
+                continue
+            if add:
+                merged[row, first[text]] = np.logaddexp(merged[row, first[text]], scores[row, n])
+            merged[row, n] = -np.inf
+    return merged

@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from flax import struct
 from ml_collections import ConfigDict
 
-from decoding_jax.canvas_layout import canvas_inputs, first_canvas, length_class, soft_copy
+from decoding_jax.canvas_layout import canvas_inputs, first_canvas, length_class, soft_copy, unclipped_class
 from decoding_jax.types import Array, Cache, CanvasSpec, ModelSpec, PyTree
+from train.data.examples import Examples
 from train.objectives.losses import AnyExamples, Metrics, Teacher, token_loss
 from train.objectives.seq2seq import Seq2Seq
 
@@ -58,6 +59,17 @@ class Parallel(AnyExamples):
     def predict(self, params: PyTree, memory: PyTree, batch: dict[str, Array], key: Array | None) -> Predicted:
         """What the model says of the targets."""
         raise TypeError("an objective says what its model predicts")
+
+    def examine(self, examples: Examples) -> str | None:
+        """How many targets have a length that the head has no class for and takes the nearest one of."""
+        if self.spec.length_head not in ("lengths", "offsets"):
+            return None
+        sources, targets = (examples.fields[name].lengths for name in ("source", "target"))
+        wanted = unclipped_class(self.spec, targets, sources)
+        unknown = int(((wanted < 0) | (wanted >= self.spec.length_classes)).sum())
+        if not unknown:
+            return None
+        return f"{unknown:,} of {len(targets):,} targets have a length without a class; raise canvas.length_classes"
 
     def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
         """See `Objective.loss`."""
