@@ -64,7 +64,9 @@ def get_config() -> ml_collections.ConfigDict:
     # One of decoding_jax.registry.DECODERS; the settings of the others are ignored.
     config.decoder = "autoregressive"
     config.autoregressive = ml_collections.ConfigDict()
-    config.beam = ml_collections.ConfigDict({"num_beams": 4, "length_penalty": 1.0, "n_best": 1})
+    config.beam = ml_collections.ConfigDict(
+        {"num_beams": 4, "length_penalty": 1.0, "n_best": 1, "early_stopping": False}
+    )
     config.jacobi = ml_collections.ConfigDict({"block_length": 8, "sliding": True})
     config.lookahead = ml_collections.ConfigDict(
         {"window": 7, "ngram": 5, "candidates": 7, "pool_size": 512, "prompt_ngrams": False}

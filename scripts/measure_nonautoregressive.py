@@ -19,6 +19,7 @@ running.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 import statistics
 import tempfile
@@ -85,28 +86,44 @@ def save(name: str, value: float, unit: str, target: float | None = None, better
 
 
 def measure_rates() -> None:
-    """Rows of 16 tokens with two modes, written in T equal rounds: 2^-(16 / T - 1) of them are whole."""
-    size, rows = 16, 4000
+    """How many rows are whole that are written in T rounds with exact posteriors, and what dependence does to them.
+
+    Rows of 16 tokens with two modes: 2^-(16 / T - 1) of them. 64 random rows of 16 tokens: there is no formula. Pairs
+    that are equal more and more often: the total correlation grows, and one round makes as many equal ones as chance.
+    """
+    size = 16
     modes = [[3, 4] * (size // 2), [4, 3] * (size // 2)]
-    model = posterior_model(modes, vocab_size=6, mask_id=2)
+    oracle = np.random.default_rng(0).integers(3, 11, (64, size)).tolist()
     for rounds in (1, 2, 4, 8, 16):
-        out = dj.decode(
-            model,
-            [[3]] * rows,
-            dj.MaskPredict(iterations=rounds),
-            max_new_tokens=size,
-            lengths=[size] * rows,
-            sampling=dj.Sampling(temperature=1.0),
-        )
+        name = f"{rounds:02d}_rounds"
         wanted = 2.0 ** -(size / rounds - 1)
-        save(
-            f"two_modes_exact/{rounds:02d}_rounds/whole_rows", _share(out.tokens.tolist(), modes), "share of 4,000 rows"
-        )
-        save(f"two_modes_exact/{rounds:02d}_rounds/by_the_formula", wanted, "share")
+        save(f"two_modes_exact/{name}/whole_rows", _share_of(modes, modes, rounds), "share of 4,000 rows")
+        save(f"two_modes_exact/{name}/by_the_formula", wanted, "share")
+        save(f"random_rows_exact/{name}/whole_rows", _share_of(oracle, oracle, rounds), "share of 4,000 rows")
+    equal = [[v, v] for v in range(3, 7)]
+    for more in (0, 1, 2, 4, 8):  # how much more often than another pair an equal one is in the law
+        law = [[a, b] for a in range(3, 7) for b in range(3, 7) for _ in range(1 + more * (a == b))]
+        name = f"{4 * (1 + more) / len(law):.2f}_equal"
+        chances: dict[gauges.Words, float] = {
+            pair: law.count(list(pair)) / len(law) for pair in itertools.product(range(3, 7), repeat=2)
+        }
+        save(f"dependence/{name}/total_correlation", gauges.total_correlation(chances), "nats")
+        for rounds in (1, 2):
+            save(f"dependence/{name}/equal_after_{rounds}", _share_of(equal, law, rounds), "share of 4,000 pairs")
 
 
-def _share(rows: list[Any], good: list[Any]) -> float:
-    return sum(row in good for row in rows) / len(rows)
+def _share_of(good: list[list[int]], law: list[list[int]], rounds: int) -> float:
+    """How many of 4,000 rows, drawn in so many rounds by the posterior of a law of equally probable rows, are good."""
+    rows, size = 4000, len(law[0])
+    out = dj.decode(
+        posterior_model(law, vocab_size=12, mask_id=2),
+        [[3]] * rows,
+        dj.MaskPredict(iterations=rounds),
+        max_new_tokens=size,
+        lengths=[size] * rows,
+        sampling=dj.Sampling(temperature=1.0),
+    )
+    return sum(row in good for row in out.tokens.tolist()) / rows
 
 
 # --- Learnt

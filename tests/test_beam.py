@@ -137,6 +137,7 @@ def plain_beam(
     budget: int,
     eos: tuple[int, ...],
     length_penalty: float,
+    early_stopping: bool = False,
 ) -> tuple[list[tuple[float, tuple[int, ...]]], int]:
     """The finished hypotheses, best first, and the number of steps; one row alone, in lists."""
     live: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
@@ -153,25 +154,27 @@ def plain_beam(
         finished = sorted(finished, reverse=True)[:BEAMS]
         reach = budget if length_penalty > 0 else step + 1
         hope = max(total for total, _ in live) / reach**length_penalty
-        if step == budget or (len(finished) == BEAMS and finished[-1][0] >= hope):
+        if step == budget or (len(finished) == BEAMS and (early_stopping or finished[-1][0] >= hope)):
             return finished, step
     return finished, 0
 
 
 @pytest.mark.parametrize("eos", [(), (1,), (1, 4), (0, 1, 4, 5)])
-@pytest.mark.parametrize("length_penalty", [0.0, 0.7, 1.0, -0.5])
-def test_rows_stop_one_by_one(length_penalty: float, eos: tuple[int, ...]) -> None:
-    """Each row of a batch is searched as if alone, and stops when it alone cannot improve."""
+@pytest.mark.parametrize(
+    ("length_penalty", "early_stopping"), [(0.0, False), (0.7, False), (1.0, False), (-0.5, False), (1.0, True)]
+)
+def test_rows_stop_one_by_one(length_penalty: float, early_stopping: bool, eos: tuple[int, ...]) -> None:
+    """Each row of a batch is searched as if alone, and stops when it alone cannot improve, or has enough."""
     out = dj.decode(
         NARROW.with_eos(*eos),
         NARROW_PROMPTS,
-        dj.Beam(num_beams=BEAMS, n_best=BEAMS, length_penalty=length_penalty),
+        dj.Beam(num_beams=BEAMS, n_best=BEAMS, length_penalty=length_penalty, early_stopping=early_stopping),
         max_new_tokens=BUDGET,
     )
     best = out.candidates
     assert best is not None
     for row, prompt in enumerate(NARROW_PROMPTS):
-        finished, steps = plain_beam(NARROW.logits_of, prompt, BUDGET, eos, length_penalty)
+        finished, steps = plain_beam(NARROW.logits_of, prompt, BUDGET, eos, length_penalty, early_stopping)
         got = [tuple(t[:n].tolist()) for t, n in zip(best.tokens[row], best.lengths[row], strict=True)]
         assert got == [output for _, output in finished]
         np.testing.assert_allclose(best.scores[row], [score for score, _ in finished], atol=1e-4)
@@ -229,6 +232,7 @@ def test_beams_stay_on_their_devices() -> None:
         (dj.Beam(num_beams=6), dj.Sampling(), "num_beams"),
         (dj.Beam(num_beams=2, length_penalty=float("nan")), dj.Sampling(), "length_penalty"),
         (dj.Beam(num_beams=2), dj.Sampling(temperature=0.5), "temperature"),
+        (dj.Beam(num_beams=2, early_stopping=2), dj.Sampling(), "early_stopping"),  # type: ignore[arg-type]
     ],
 )
 def test_impossible_searches_are_refused(decoder: dj.Beam, sampling: dj.Sampling, name: str) -> None:

@@ -95,6 +95,27 @@ def test_no_mask_comes_out_and_the_loop_is_bounded(name: str) -> None:
         assert (out.stats.model_calls <= getattr(decoder, "iterations", 1)).all()
 
 
+@pytest.mark.parametrize("name", ["nonautoregressive", "mask_predict", "iterative_refinement"])
+def test_what_a_model_gives_to_its_mask_is_no_doubt(name: str) -> None:
+    """Confidence is among the tokens that can stand at a place, so the hidden id's logits change nothing."""
+    model, decoder = canvas_zoo.filler_for(name), canvas_zoo.DECODERS[name]
+    table = model.params["table"].at[:, canvas_zoo.MASK].add(100.0)
+    biased = dataclasses.replace(model, params=model.params | {"table": table})
+    same(*(dj.decode(each, SOURCES, decoder, max_new_tokens=16) for each in (model, biased)))
+
+
+@pytest.mark.parametrize("name", ["nonautoregressive", "mask_predict", "iterative_refinement", "ctc, a beam"])
+def test_candidates_that_are_one_text_count_once(name: str) -> None:
+    """Canvases of several lengths that end at once, or texts of a search: one is left, the other places are empty."""
+    decoder = canvas_zoo.DECODERS[name]
+    if name != "ctc, a beam":
+        decoder = dataclasses.replace(decoder, length_beam=3)
+    model, sampling = canvas_zoo.filler_for(name, (5,)), dj.Sampling(logit_bias={5: 100.0})
+    best = dj.decode(model, SOURCES, decoder, max_new_tokens=16, sampling=sampling).candidates
+    assert best is not None and (best.lengths[:, 0] == 1).all() and (best.tokens[:, 0, 0] == 5).all()
+    assert (best.lengths[:, 1:] != 1).all() and (np.isfinite(best.scores) == (best.lengths > 0)).all()
+
+
 @every_decoder
 def test_forbidden_and_biased_tokens(name: str) -> None:
     """Processors that need no history hold for every place."""
@@ -240,11 +261,11 @@ def plain_mask_predict(model: dj.Model, source: list[int], length: int, iteratio
         )
         hidden = model.apply(model.params, inputs, dj.Cache((), memory)).hidden
         logits = np.asarray(model.readout(model.params, hidden), np.float64)[0]
+        logits[:, canvas_zoo.MASK] = -np.inf
         log_p = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
         for at in range(length):
             if canvas[at] == canvas_zoo.MASK:
-                allowed = np.delete(np.arange(logits.shape[1]), canvas_zoo.MASK)
-                canvas[at] = int(max(allowed, key=lambda v: logits[at, v]))
+                canvas[at] = int(logits[at].argmax())
                 sure[at] = log_p[at, canvas[at]]
         again = length * (iterations - t) // iterations
         if not again:
@@ -575,6 +596,11 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         (canvas_zoo.filler_for("mask_predict"), dj.MaskPredict(iterations=0)),
         {},
         "iterations=0: must be at least 1",
+    ),
+    "rounds without end": (
+        (canvas_zoo.filler_for("mask_predict"), dj.MaskPredict(iterations=10**8)),
+        {},
+        "iterations=100000000: must be at most 10,000",
     ),
     "half a round": (
         (canvas_zoo.filler_for("iterative_refinement"), dj.IterativeRefinement(iterations=1.5)),

@@ -20,7 +20,7 @@ import numpy as np
 from flax import struct
 
 from decoding_jax.cache import reorder_candidates
-from decoding_jax.checks import check_whole
+from decoding_jax.checks import check_flag, check_whole
 from decoding_jax.masks import causal_mask
 from decoding_jax.rows import Context, prefill, start_rows
 from decoding_jax.sampling import process_logits
@@ -84,6 +84,12 @@ def _best(ctx: Context, pool: Hypotheses, count: int) -> Hypotheses:
     return _pick(pool, ctx.top_k(pool.total, count)[1])
 
 
+def _reordered(ctx: Context, cache: Cache, parents: Array) -> Cache:
+    """The cache with each row's beams in the order of parents i32[B, W]; what all of them know of a source stays."""
+    slots = reorder_candidates(cache.slots, parents)
+    return Cache(slots, cache.rows if ctx.model.encode is not None else reorder_candidates(cache.rows, parents))
+
+
 @struct.dataclass
 class Beam:
     """Searches for the sequence with the best score, sum of log p / (new tokens) ** length_penalty.
@@ -97,11 +103,14 @@ class Beam:
       num_beams: W.
       n_best: how many hypotheses `DecodeOutput.candidates` holds, at most W.
       length_penalty: the exponent.
+      early_stopping: a row stops already when it has W finished hypotheses, though a live beam might become better:
+        far fewer calls, as most toolkits search.
     """
 
     num_beams: int = struct.field(pytree_node=False, default=4)
     n_best: int = struct.field(pytree_node=False, default=1)
     length_penalty: float | Array = 1.0
+    early_stopping: bool | Array = False
 
     def check(self, ctx: Context) -> None:
         """Refuses settings that have no meaning for a search; ValueError says which."""
@@ -109,6 +118,7 @@ class Beam:
         check_whole("n_best", self.n_best, 1)
         if self.n_best > self.num_beams:
             raise ValueError(f"num_beams={self.num_beams}, n_best={self.n_best}: need 1 <= n_best <= num_beams")
+        check_flag("early_stopping", self.early_stopping)
         if not np.isfinite(self.length_penalty):
             raise ValueError(f"length_penalty={self.length_penalty}: must be a finite number; 0 is off")
         if bool((ctx.sampling.temperature > 0).any()):
@@ -217,7 +227,8 @@ class Beam:
         # A live sum can only fall; its score is best at the longest length, or the next one if length costs.
         longest = jnp.where(self.length_penalty > 0, ctx.limits[:, None], live.length + 1)
         hope = self._score(ctx, live.total, longest).max(axis=1)
-        done = full.all(axis=1) | (finished.total.min(axis=1) >= hope)
+        worst = finished.total.min(axis=1)
+        done = full.all(axis=1) | (worst >= hope) | (jnp.isfinite(worst) & self.early_stopping)
 
         def keep(new: Array, old: Array) -> Array:
             return jnp.where(state.done.reshape(batch, *[1] * (new.ndim - 1)), old, new)
@@ -225,7 +236,7 @@ class Beam:
         return BeamState(
             live=jax.tree.map(keep, live, state.live),
             finished=jax.tree.map(keep, finished, state.finished),
-            cache=reorder_candidates(cache, jnp.take_along_axis(parent, order, axis=1)),
+            cache=_reordered(ctx, cache, jnp.take_along_axis(parent, order, axis=1)),
             done=state.done | done,
             model_calls=state.model_calls + (~state.done).astype(jnp.int32),
         )

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from ml_collections import ConfigDict
 
@@ -65,8 +66,8 @@ class Parallel(AnyExamples):
         if self.spec.length_head not in ("lengths", "offsets"):
             return None
         sources, targets = (examples.fields[name].lengths for name in ("source", "target"))
-        wanted = unclipped_class(self.spec, targets, sources)
-        unknown = int(((wanted < 0) | (wanted >= self.spec.length_classes)).sum())
+        wanted = np.asarray(unclipped_class(self.spec, jnp.asarray(targets), jnp.asarray(sources)))
+        unknown = np.count_nonzero((wanted < 0) | (wanted >= self.spec.length_classes))
         if not unknown:
             return None
         return f"{unknown:,} of {len(targets):,} targets have a length without a class; raise canvas.length_classes"
