@@ -592,6 +592,16 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"lengths": [3] * 4},
         "writes until the text ends",
     ),
+    "a length beam beside lengths": (
+        (canvas_zoo.filler_for("mask_predict"), dj.MaskPredict(length_beam=3)),
+        {"lengths": [3] * 4},
+        "length_beam=3: the lengths are given",
+    ),
+    "a source of only hidden places": (
+        (canvas_zoo.filler_for("nonautoregressive", (5,)), dj.NonAutoregressive()),
+        {"prompts": [[3], [canvas_zoo.MASK, 5, canvas_zoo.MASK]]},
+        r"prompts\[1\]=\[\d, 5, \d\]: no token of it says anything",
+    ),
     "no round": (
         (canvas_zoo.filler_for("mask_predict"), dj.MaskPredict(iterations=0)),
         {},
@@ -655,7 +665,7 @@ def test_impossible_calls_are_refused(name: str) -> None:
     """Bad input gets an error that names the setting, before anything is compiled."""
     (model, decoder), settings, message = BAD[name]
     with dj.compile_clock() as clock, pytest.raises(ValueError, match=message):
-        dj.decode(model, SOURCES, decoder, **{"max_new_tokens": 16} | settings)
+        dj.decode(model, decoder=decoder, **{"prompts": SOURCES, "max_new_tokens": 16} | settings)
     assert clock.programs == 0
 
 

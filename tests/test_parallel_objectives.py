@@ -251,7 +251,8 @@ def test_an_outline_and_its_gaps_are_the_target(rule: str) -> None:
     targets = [[11, 33, 11, 14, 11, 0], [50, 33, 0], [0]]
     batch = batch_of(targets)
     ragged = Ragged(np.concatenate(targets).astype(np.int32), np.cumsum([0, *map(len, targets)]))
-    objective = objective.fit(Examples("train", {"target": ragged}, np.arange(3), 0, 0, 0, 0, 0, 0, 1))
+    examples = Examples("train", {"target": ragged}, np.arange(3), 0, 0, 0, 0, 0, 0, 1)
+    objective = objective.fit(examples)
     chosen = objective.outline(batch["targets"], batch["weights"] > 0)
     wanted = {
         "every": [[0, 1, 0, 1, 0, 1], [0, 1, 1, 0, 0, 0], [1, 0, 0, 0, 0, 0]],
@@ -260,6 +261,10 @@ def test_an_outline_and_its_gaps_are_the_target(rule: str) -> None:
     assert chosen.astype(int).tolist() == wanted[rule]
     metrics = evaluate(objective, model.params, batch)[1]
     assert float(metrics["loss"][1]) == 10 and float(metrics["outline"][0]) == sum(map(sum, wanted[rule]))
+    assert objective.examine(examples) is None
+    one = dataclasses.replace(objective.spec, length_classes=1)
+    few = dataclasses.replace(objective, model=dataclasses.replace(objective.model, canvas=one))
+    assert (few.examine(examples) or "").startswith("4 of 6 gaps" if rule == "every" else "3 of 7 gaps")
 
 
 def test_copies_of_the_source() -> None:

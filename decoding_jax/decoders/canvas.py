@@ -24,7 +24,7 @@ from decoding_jax.canvas_layout import UNKNOWN, canvas_inputs, first_canvas, len
 from decoding_jax.checks import check_whole
 from decoding_jax.rows import Context
 from decoding_jax.sampling import HISTORY_OFF, draw
-from decoding_jax.stops import NOT_ENDED, ending
+from decoding_jax.stops import NOT_ENDED, StopArrays, ending
 from decoding_jax.types import (
     FINISH_REASONS,
     LENGTH,
@@ -107,6 +107,10 @@ class Canvas:
         check_canvas_sampling(type(self).__name__, ctx)
         if ctx.lengths is not None and not self.needs_lengths:
             raise ValueError(f"lengths: {type(self).__name__} finds the length while it decodes; leave it out")
+        if ctx.lengths is not None and self.num_candidates > 1:
+            raise ValueError(
+                f"length_beam={self.num_candidates}: the lengths are given, so there are no others to try; set it to 1"
+            )
         if self.needs_lengths and ctx.lengths is None and ctx.model.length_logits is None:
             raise ValueError(
                 f"lengths: the model has no length head, so {type(self).__name__} has to be told the length of every "
@@ -139,10 +143,8 @@ class Canvas:
     def choose_lengths(self, ctx: Context, memory: PyTree) -> Array:
         """Each row's W most probable lengths i32[B, W], best first, or the one it is given; 0 is no canvas."""
         limits = ctx.limits - ctx.prompt_lengths
-        if ctx.lengths is not None:
-            given = jnp.minimum(ctx.lengths, limits)[:, None]
-            first = jnp.arange(self.num_candidates)[None] == 0
-            return jnp.where(first, given, 0)
+        if ctx.lengths is not None:  # and one candidate, which `check` has seen to
+            return jnp.minimum(ctx.lengths, limits)[:, None]
         assert ctx.model.length_logits is not None and ctx.source_lengths is not None  # `check` has seen it
         logits = ctx.model.length_logits(ctx.params, memory)
         scores = length_scores(spec_of(ctx), logits, ctx.source_lengths, limits, self.canvas_size(ctx))
@@ -199,7 +201,7 @@ class Refining(Canvas):
     Attributes:
       iterations: the most rounds.
       length_beam: how many of the most probable lengths are tried; the output is the one with the best mean
-        log-probability.
+        log-probability, or the best of a `scorer` given to `decode`.
     """
 
     iterations: int = 4
@@ -310,14 +312,14 @@ def process_places(ctx: Context, logits: Array, emits_mask: bool = False) -> Arr
 
 
 @jax.jit
-def _endings(ctx: Context, tokens: Array, inside: Array) -> tuple[Array, Array]:
+def _endings(stops: StopArrays, tokens: Array, inside: Array) -> tuple[Array, Array]:
     """Where each canvas ends, i32[C], and why: behind the first token that ends a row, or at its last place."""
 
     def read(carry: tuple[Array, Array, Array], place: tuple[Array, Array]) -> tuple[tuple[Array, Array, Array], None]:
         state, length, reason = carry
         token, here = place
         here = here & (reason == NOT_ENDED)
-        state, why = ending(ctx.stops, state, token)
+        state, why = ending(stops, state, token)
         return (state, length + here.astype(jnp.int32), jnp.where(here, why, reason)), None
 
     zeros = jnp.zeros(tokens.shape[:1], jnp.int32)
@@ -340,7 +342,7 @@ class Canvases:
 
 def output_of_canvases(ctx: Context, canvases: Canvases, candidates: int) -> DecodeOutput:
     """Cuts canvases at their ends and ranks each row's candidates; those that are one text then become one."""
-    length, reason = _endings(ctx, canvases.tokens, canvases.inside)
+    length, reason = _endings(ctx.stops, canvases.tokens, canvases.inside)
     on_host: Any
     on_host, lengths, reasons, limits, starts = jax.device_get(
         (canvases, length, reason, ctx.limits, ctx.prompt_lengths)

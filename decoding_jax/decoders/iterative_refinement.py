@@ -20,7 +20,7 @@ class IterativeRefinement(Refining):
     Attributes:
       iterations: K, the rounds at most; 1 is one-shot decoding.
       length_beam: how many of the most probable lengths are tried; the output is the one with the best mean
-        log-probability.
+        log-probability, or the best of a `scorer` given to `decode`.
     """
 
     runs: ClassVar[tuple[str, ...]] = ("iterative_refinement",)

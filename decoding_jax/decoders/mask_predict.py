@@ -24,7 +24,7 @@ class MaskPredict(Refining):
     Attributes:
       iterations: T.
       length_beam: how many of the most probable lengths are tried; the output is the one with the best mean
-        log-probability.
+        log-probability, or the best of a `scorer` given to `decode`.
     """
 
     iterations: int = 10

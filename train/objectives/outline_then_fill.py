@@ -29,7 +29,7 @@ class OutlineThenFill(Parallel):
     To it come the gaps: length_weight * sum over the outline of -log p(places left free before its next token).
     <eos> always belongs to the outline, and beside it
 
-        "every"   each (1 / outline_share)-th token
+        "every"   each n-th token, n = 1 / outline_share rounded
         "rare"    the rarest tokens of the training split, which together are outline_share of it
 
     Attributes:
@@ -62,6 +62,26 @@ class OutlineThenFill(Parallel):
         rare = np.zeros(len(counts), bool)
         rare[order[before < self.share * counts.sum()]] = True
         return dataclasses.replace(self, rare=jnp.asarray(rare))
+
+    def examine(self, examples: Examples) -> str | None:
+        """How many gaps are wider than the head has a class for, and count as the widest that it has."""
+        target = examples.fields["target"]
+        if self.rule == "rare":
+            chosen = np.asarray(self.rare)[target.tokens]
+        else:
+            place = np.arange(len(target.tokens)) - np.repeat(target.offsets[:-1], target.lengths)
+            chosen = (place + 1) % self.every == 0
+        chosen[target.offsets[1:] - 1] = True
+        gaps = np.diff(np.flatnonzero(chosen), prepend=-1) - 1  # each row's last token belongs to the outline
+        unknown = np.count_nonzero(gaps >= self.spec.length_classes)
+        if not unknown:
+            return None
+        return f"{unknown:,} of {len(gaps):,} gaps are wider than any class; raise canvas.length_classes"
+
+    @property
+    def every(self) -> int:
+        """n, where the outline is each n-th token."""
+        return round(1 / self.share)
 
     def loss(self, params: PyTree, batch: dict[str, Array], key: Array | None) -> tuple[Array, Metrics]:
         """See `Objective.loss`."""
@@ -97,7 +117,7 @@ class OutlineThenFill(Parallel):
         if self.rule == "rare":
             assert self.rare is not None  # `make` gives one
             return inside & (self.rare[targets] | last)
-        return inside & (((place + 1) % round(1 / self.share) == 0) | last)
+        return inside & (((place + 1) % self.every == 0) | last)
 
 
 def _gathered(targets: Array, chosen: Array) -> tuple[Array, Array, Array]:

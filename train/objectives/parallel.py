@@ -24,7 +24,7 @@ class Parallel(AnyExamples):
 
     loss = (sum of the tokens' losses + length_weight * sum over rows of -log p(length)) / (tokens with a loss)
 
-    so that a row's length counts like `length_weight` tokens.
+    so that a row's length counts like `length_weight` tokens, and in as many rounds as these are learnt.
 
     Attributes:
       model: the static part of the model, which has a `canvas`.
@@ -87,7 +87,8 @@ class Parallel(AnyExamples):
         loss, metrics = token_loss(found.logits, taught, counted, self.label_smoothing, self.teacher)
         if self.model.length_logits is None:
             return loss, metrics
-        return _with_length(self.spec, self.model.length_logits(params, memory), batch, self.length_weight, metrics)
+        weight = rounds * self.length_weight
+        return _with_length(self.spec, self.model.length_logits(params, memory), batch, weight, metrics)
 
     @property
     def spec(self) -> CanvasSpec:
