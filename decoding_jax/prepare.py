@@ -77,9 +77,9 @@ def encode_prompt(model: Model, prompt: Prompt, name: str) -> list[int]:
             ids = [*ids, *model.eos_ids[:1]]
     else:
         ids = list(prompt)
-    hidden = () if model.canvas is None else (model.canvas.mask_id,)
-    if model.encode is not None and ids and {*ids} <= {*model.eos_ids, *hidden}:
-        raise ValueError(f"{name}={ids}: no token of it says anything, so there is nothing to write from")
+    hidden = None if model.canvas is None or model.encode is None else model.canvas.mask_id
+    if hidden in ids and {*ids} <= {*model.eos_ids, hidden}:
+        raise ValueError(f"{name}={ids}: only hidden places ({hidden}), so there is nothing to write from")
     if not ids:
         raise ValueError(f"{name} is empty: a model continues something; give at least one token (its BOS id, say)")
     for i in ids:

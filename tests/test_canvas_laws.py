@@ -600,7 +600,7 @@ BAD: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a source of only hidden places": (
         (canvas_zoo.filler_for("nonautoregressive", (5,)), dj.NonAutoregressive()),
         {"prompts": [[3], [canvas_zoo.MASK, 5, canvas_zoo.MASK]]},
-        r"prompts\[1\]=\[\d, 5, \d\]: no token of it says anything",
+        r"prompts\[1\]=\[\d, 5, \d\]: only hidden places",
     ),
     "no round": (
         (canvas_zoo.filler_for("mask_predict"), dj.MaskPredict(iterations=0)),

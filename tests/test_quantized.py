@@ -163,6 +163,8 @@ def test_floats_come_back_as_int8_has_left_them(make: Callable[[], dj.Model]) ->
     rounded = dj.quantized(model)
     back, small = leaves(dequantized(rounded)), leaves(rounded)
     for path, x in leaves(model).items():
-        wanted = small[f"{path}/qvalue"] * small[f"{path}/scale"] if f"{path}/qvalue" in small else x
-        assert back[path].dtype == jnp.float32 and (back[path] == wanted).all(), path
+        wanted = np.asarray(x)
+        if f"{path}/qvalue" in small:
+            wanted = np.asarray(small[f"{path}/qvalue"]) * np.asarray(small[f"{path}/scale"])
+        assert back[path].dtype == jnp.float32 and (np.asarray(back[path]) == wanted).all(), path
     assert dequantized(model) is model
