@@ -14,15 +14,21 @@ test split
     python scripts/evaluate_translation.py --model=workdirs/ui_phrases-en-de
 
 A student writes several words at once. It has the teacher's size and tokenizer, and learns from the pairs as they are
-or from the teacher's translations of them. A teacher, dj.load("ui-phrases-en-de"), and its translations by 5 beams are
-in this package, so one command trains a student:
+or from the teacher's translations of them. For en-de a teacher, dj.load("ui-phrases-en-de"), and its translations by 5
+beams are in this package, so one command trains a student:
 
     python -m train --config=configs/ui_phrases.py:en-de,ctc                 # from the pairs
     python -m train --config=configs/ui_phrases.py:en-de,ctc,distilled       # from its teacher's translations
     python -m train --config=configs/ui_phrases.py:en-de,mask_predict,distilled --config.teacher.path=ui-phrases-en-de
 
 with nonautoregressive, ctc, mask_predict, iterative_refinement, group_autoregressive, segment_parallel or
-outline_then_fill behind the pair; the last one learns its teacher's probabilities too. Another teacher is given by
+outline_then_fill behind the pair; the last one learns its teacher's probabilities too. For en-zh the teacher and its
+translations are those of
+
+    python -m train --config=configs/ui_phrases.py:en-zh
+    python -m train.distill --teacher=workdirs/ui_phrases-en-zh --config.distillation.decoder=beam
+
+and another teacher is given by
 
     python -m train.distill --teacher=workdirs/ui_phrases-en-de --config.distillation.decoder=beam
     python -m train --config=configs/ui_phrases.py:en-de,ctc --config.data.tokenizer.path=workdirs/ui_phrases-en-de \
@@ -39,7 +45,7 @@ from pathlib import Path
 from ml_collections import ConfigDict
 
 import train.data
-from decoding_jax.checkpoints import find_model
+from decoding_jax.checkpoints import OWN_MODELS, find_model
 from train.config import default_config, make_student
 
 
@@ -80,8 +86,10 @@ def get_config(argument: str = "en-de") -> ConfigDict:
     config.evaluation.batch_size = 64
     config.checkpoint.every = 250
     if student:
-        texts = Path(train.data.__file__).parent / "ui_phrases"
-        make_student(
-            config, student, str(find_model(f"ui-phrases-{language_pair}")), str(texts / f"distilled-{language_pair}")
-        )
+        teacher = Path("workdirs") / f"ui_phrases-{language_pair}"
+        translations = teacher / "distilled-beam"
+        if (name := f"ui-phrases-{language_pair}") in OWN_MODELS:
+            teacher = find_model(name)
+            translations = Path(train.data.__file__).parent / "ui_phrases" / f"distilled-{language_pair}"
+        make_student(config, student, str(teacher), str(translations))
     return config

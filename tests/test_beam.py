@@ -149,7 +149,8 @@ def plain_beam(
             longer += [(total + float(np.log(p[t])), (*output, t)) for t in range(len(p))]
         longer.sort(reverse=True)
         live = [x for x in longer if x[1][-1] not in eos][:BEAMS]
-        ended = [x for x in longer if x[1][-1] in eos] + (live if step == budget else [])
+        ends = longer[:BEAMS] if early_stopping else longer
+        ended = [x for x in ends if x[1][-1] in eos] + (live if step == budget else [])
         finished += [(total / step**length_penalty, output) for total, output in ended]
         finished = sorted(finished, reverse=True)[:BEAMS]
         reach = budget if length_penalty > 0 else step + 1
@@ -179,6 +180,18 @@ def test_rows_stop_one_by_one(length_penalty: float, early_stopping: bool, eos: 
         assert got == [output for _, output in finished]
         np.testing.assert_allclose(best.scores[row], [score for score, _ in finished], atol=1e-4)
         assert out.stats.model_calls[row] == steps
+
+
+def test_early_stopping_waits_for_likely_ends() -> None:
+    """Ends that hardly anyone would write do not fill the W places; the search goes on as if there were none."""
+    search = dj.Beam(num_beams=BEAMS, early_stopping=True)
+    unlikely = dj.Sampling(logit_bias={1: -50.0})
+    out, without = (
+        dj.decode(NARROW.with_eos(*eos), NARROW_PROMPTS, search, max_new_tokens=BUDGET, sampling=unlikely)
+        for eos in ((1,), ())
+    )
+    assert zoo.outputs(out) == zoo.outputs(without)
+    assert out.finish_reason == ["length"] * len(NARROW_PROMPTS)
 
 
 def test_rows_do_stop_at_different_steps() -> None:

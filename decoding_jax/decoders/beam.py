@@ -104,7 +104,8 @@ class Beam:
       n_best: how many hypotheses `DecodeOutput.candidates` holds, at most W.
       length_penalty: the exponent.
       early_stopping: a row stops already when it has W finished hypotheses, though a live beam might become better:
-        far fewer calls, as most toolkits search.
+        fewer calls, as most toolkits search. Then an end by an id or a string counts only where it is among the W
+        best extensions of its step; else W ends that no one would write were there after two steps.
     """
 
     num_beams: int = struct.field(pytree_node=False, default=4)
@@ -214,9 +215,12 @@ class Beam:
         live = _pick(other, order)
         live = dataclasses.replace(live, total=jnp.where(live.reason == NOT_ENDED, live.total, -jnp.inf))
         full = live.length >= ctx.limits[:, None]
+        # The W-th best extension, in whatever way it goes on.
+        least = ctx.top_k(jnp.concatenate([by_id.total, other.total], axis=1), beams)[0][:, -1:]
+        least = jnp.where(self.early_stopping, least, -jnp.inf)
         ended = _join(
-            by_id,
-            dataclasses.replace(other, total=jnp.where(by_string, other.total, -jnp.inf)),
+            dataclasses.replace(by_id, total=jnp.where(by_id.total >= least, by_id.total, -jnp.inf)),
+            dataclasses.replace(other, total=jnp.where(by_string & (other.total >= least), other.total, -jnp.inf)),
             dataclasses.replace(
                 live, total=jnp.where(full, live.total, -jnp.inf), reason=jnp.full_like(live.reason, LENGTH)
             ),

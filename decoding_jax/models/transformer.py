@@ -240,13 +240,17 @@ def _look_by_sums(q: Array, k: Array, v: Array, mask: Array) -> Array:
 
     For products by heads, XLA's CPU backend writes the whole cache out in another order at every step.
     """
-    (batch, _, _, size), kv_heads = q.shape, k.shape[2]
-    grouped, keys, values = (x.astype(jnp.float32) for x in (q.reshape(batch, 1, kv_heads, -1, size), k, v))
-    scores = (grouped * keys[:, :, :, None]).sum(axis=-1) * size**-0.5
+    (batch, _, heads, size), kv_heads = q.shape, k.shape[2]
+    # Heads that share keys have an axis of their own; where none do, an axis of length 1 would take ten times as long.
+    axes = (heads,) if heads == kv_heads else (kv_heads, heads // kv_heads)
+    shared = tuple(range(3, 2 + len(axes)))
+    keys, values = (jnp.expand_dims(x.astype(jnp.float32), shared) for x in (k, v))
+    scores = (q.astype(jnp.float32).reshape(batch, 1, *axes, size) * keys).sum(axis=-1) * size**-0.5
+    seen = jnp.expand_dims(mask[:, 0], (2, *shared))
     unseen = jnp.finfo(jnp.float32).min  # not -inf: a place that sees nothing must not become NaN
-    weights = jax.nn.softmax(jnp.where(mask[:, 0, :, None, None], scores, unseen), axis=1)
+    weights = jax.nn.softmax(jnp.where(seen, scores, unseen), axis=1)
     weights = weights.astype(v.dtype).astype(jnp.float32)  # rounded as in products
-    return (weights[..., None] * values[:, :, :, None]).sum(axis=1).astype(v.dtype).reshape(q.shape)
+    return (weights[..., None] * values).sum(axis=1).astype(v.dtype).reshape(q.shape)
 
 
 class Attention(nnx.Module):
