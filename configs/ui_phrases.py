@@ -15,7 +15,7 @@ test split
 
 A student writes several words at once. It has the teacher's size and tokenizer, and learns from the pairs as they are
 or from the teacher's translations of them. For en-de a teacher, dj.load("ui-phrases-en-de"), and its translations by 5
-beams are in this package, so one command trains a student:
+beams that stop early are in this package, so one command trains a student:
 
     python -m train --config=configs/ui_phrases.py:en-de,ctc                 # from the pairs
     python -m train --config=configs/ui_phrases.py:en-de,ctc,distilled       # from its teacher's translations

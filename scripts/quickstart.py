@@ -2,7 +2,7 @@
 
     python scripts/quickstart.py                       # greedy, about two minutes on two cores
     python scripts/quickstart.py --prompt='Your text'  # your own prompt instead
-    python scripts/quickstart.py --sentence='Turn off the light in the kitchen.'
+    python scripts/quickstart.py --sentence='Select the device you want to add.'
 
 First a small model that is part of the package translates a sentence from English to German; then
 SmolLM2-135M-Instruct answers prompts. The first run converts the latter's weights (once, into the user's cache folder)
@@ -23,7 +23,7 @@ from train.command import run
 
 MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "What dj.load takes: a name, a folder or a .gguf file.")
 PROMPT = flags.DEFINE_multi_string("prompt", list(COPYING_PROMPTS), "What to ask; may be given several times.")
-SENTENCE = flags.DEFINE_string("sentence", "Turn off the light in the kitchen.", "What to translate to German.")
+SENTENCE = flags.DEFINE_string("sentence", "The connection failed. Please try again later.", "What to translate to German.")
 NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "The budget of each answer, in tokens.", lower_bound=1)
 
 DECODERS = {
