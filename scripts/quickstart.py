@@ -23,7 +23,9 @@ from train.command import run
 
 MODEL = flags.DEFINE_string("model", "smollm2-135m-instruct", "What dj.load takes: a name, a folder or a .gguf file.")
 PROMPT = flags.DEFINE_multi_string("prompt", list(COPYING_PROMPTS), "What to ask; may be given several times.")
-SENTENCE = flags.DEFINE_string("sentence", "The connection failed. Please try again later.", "What to translate to German.")
+SENTENCE = flags.DEFINE_string(
+    "sentence", "The connection failed. Please try again later.", "What to translate to German."
+)
 NEW_TOKENS = flags.DEFINE_integer("max_new_tokens", 64, "The budget of each answer, in tokens.", lower_bound=1)
 
 DECODERS = {
