@@ -224,7 +224,7 @@ def measure_devices() -> None:
         params = params or jax.device_get(layout.initialise(0).params)
         compute = jax.jit(functools.partial(loss_and_gradients, layout, jnp.dtype("float32"), 1))
         objective, key = make_objective(config, layout, data.tokenizer), jax.random.key(0)
-        gradients, metrics = jax.device_get(compute(layout.adopt(params), to_devices(batch, layout), objective, key))
+        gradients, metrics = jax.device_get(compute(layout.adopt(params, 0), to_devices(batch, layout), objective, key))
         loss = float(metrics["loss"][0] / metrics["loss"][1])
         if wanted is None:
             wanted = loss, gradients

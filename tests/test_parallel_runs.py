@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tiny_runs import home, logged, make_small_mesh, pairs_config, sentences
 
@@ -14,6 +15,8 @@ import train.loop
 from decoding_jax.batch_folder import open_folder, start_folder
 from decoding_jax.batch_job import Job, describe_job, run_job
 from decoding_jax.batch_rows import plan_parts, read_rows
+from decoding_jax.checkpoints.orbax import by_path
+from decoding_jax.models.quantized import dequantized, quantized
 from decoding_jax.registry import DECODERS
 from train.loop import Trainer
 from train.objectives import OBJECTIVES
@@ -49,6 +52,22 @@ def test_a_run_trains_stores_and_decodes(objective: str, home: Path, monkeypatch
     dj.save(model, home / f"{objective}-saved")
     again = dj.decode(dj.load(home / f"{objective}-saved"), sentences(2), DECODERS[objective](), max_new_tokens=25)
     assert again.text == out.text
+
+
+def test_a_student_may_start_from_its_teacher(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its params are those of a model that writes from left to right, here an int8 one; only the length head is new."""
+    monkeypatch.setattr(train.loop, "make_mesh", lambda settings: make_small_mesh())
+    teacher = Trainer(pairs_config(home, {"seed": 1}), tmp_path / "teacher")
+    dj.save(quantized(teacher.model()), tmp_path / "saved")
+    teacher.close()
+    changes = {"objective": "mask_predict", "evaluation.decoder": "mask_predict", "init_from": str(tmp_path / "saved")}
+    student = Trainer(pairs_config(home, changes), tmp_path / "student")
+    start = dequantized(dj.load(tmp_path / "saved"))
+    given, made = (by_path(each.params)[0] for each in (start, student.model()))
+    assert {path.split("/")[0] for path in made.keys() - given.keys()} == {"length_head"}
+    assert all(np.array_equal(made[path], given[path]) for path in given)
+    assert student.layout.config.canvas is not None and student.layout.config.canvas.mask_id == 2
+    student.close()
 
 
 def test_lengths_of_references_serve_where_there_is_no_head(

@@ -134,7 +134,7 @@ class Trainer:
             self.feed.set_state(found.extra["feed"])
             return found.step, self.layout.rejoin(by_path(found.model)[0], found.state)
         if base is not None:
-            return 0, self.layout.adopt(by_path(base.params)[0])
+            return 0, self.layout.adopt(by_path(base.params)[0], self.config.seed)
         return 0, self.layout.initialise(self.config.seed)
 
     def save(self, step: int) -> None:

@@ -20,6 +20,7 @@ from decoding_jax.checkpoints import Tokenizer
 from decoding_jax.checkpoints.cache_files import cache_dir
 from decoding_jax.checkpoints.orbax import is_complete, read_model_files
 from decoding_jax.models.functional import abstract_transformer, transformer_model, transformer_spec
+from decoding_jax.models.quantized import dequantized
 from decoding_jax.models.sharding import TRAINING_RULES, place
 from decoding_jax.models.transformer import TransformerConfig, View
 from decoding_jax.prepare import check_length, encode_prompt
@@ -140,17 +141,18 @@ def _counted(count: int, what: str, plural: str = "s") -> str:
 def model_config(
     config: ConfigDict, tokenizer: Tokenizer | None, base: TransformerConfig | None = None
 ) -> TransformerConfig:
-    """The shape of the model to train: that of the model to go on from (with our dropout), or the config's.
+    """The shape of the model to train: that of the model to go on from (with our dropout and canvas), or the config's.
 
     Raises:
-      ValueError: the vocabulary is unknown or too small.
+      ValueError: the vocabulary is unknown or too small, or has no <mask> where the objective needs one.
     """
     if base is None:
         shape = TransformerConfig(**_described(config, tokenizer))
     else:
         shape = dataclasses.replace(base, dropout=config.model.dropout)
-        if base.canvas is not None:
-            shape = dataclasses.replace(shape, canvas=canvas_spec(config, base.canvas.mask_id))
+        if objective_of(config).has_canvas:
+            mask_id = base.canvas.mask_id if base.canvas is not None else _mask_id(tokenizer)
+            shape = dataclasses.replace(shape, canvas=canvas_spec(config, mask_id))
     known = 0 if tokenizer is None else tokenizer.vocab_size
     if shape.vocab_size < known:
         name = "model.vocab_size" if base is None else f"init_from={config.init_from!r} with vocab_size"
@@ -173,8 +175,12 @@ def _described(config: ConfigDict, tokenizer: Tokenizer | None) -> dict[str, Any
     if objective.encoder_decoder:
         fields["start_id"] = 0 if tokenizer is None else start_id_of(tokenizer)
     if objective.has_canvas:
-        fields["canvas"] = canvas_spec(config, 0 if tokenizer is None else mask_id_of(tokenizer))
+        fields["canvas"] = canvas_spec(config, _mask_id(tokenizer))
     return fields
+
+
+def _mask_id(tokenizer: Tokenizer | None) -> int:
+    return 0 if tokenizer is None else mask_id_of(tokenizer)  # none where a step is only compiled
 
 
 def canvas_spec(config: ConfigDict, mask_id: int) -> CanvasSpec:
@@ -229,21 +235,25 @@ def _check_prompts(config: ConfigDict, model: Model) -> None:
 def base_model(config: ConfigDict, mesh: Mesh) -> Model | None:
     """The model of `init_from`, float32 and spread over the mesh; None without one.
 
+    One that writes from left to right may become one that fills a canvas; the heads of that are new.
+
     Raises:
       ValueError: it cannot be loaded, or does not fit the objective.
     """
     if not config.init_from:
         return None
     model = load_as("init_from", config.init_from, dtype="float32", placement=place(mesh, TRAINING_RULES))
+    model = dequantized(model)
     if model.tokenizer is not None and model.start_id not in (None, start_id_of(model.tokenizer)):
         raise ValueError(f"init_from={config.init_from!r}: start_id={model.start_id} is not its tokenizer's <bos>")
     if (model.encode is not None) != objective_of(config).encoder_decoder:
         kind = "a decoder-only model" if model.encode is None else "an encoder-decoder"
         raise ValueError(f"init_from={config.init_from!r} is {kind}, which objective={config.objective!r} cannot train")
     canvas = model.config.canvas
-    if (canvas is not None) != objective_of(config).has_canvas:
-        kind = "fills a canvas" if canvas is not None else "writes from left to right"
-        raise ValueError(f"init_from={config.init_from!r} {kind}, which objective={config.objective!r} cannot train")
+    if canvas is not None and not objective_of(config).has_canvas:
+        raise ValueError(
+            f"init_from={config.init_from!r} fills a canvas, which objective={config.objective!r} cannot train"
+        )
     if canvas is not None:
         wanted = canvas_spec(config, canvas.mask_id)
         heads = [(each.length_head, each.length_classes) for each in (canvas, wanted)]

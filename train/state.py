@@ -219,9 +219,14 @@ class Layout:
 
         return jax.jit(make, out_shardings=self.shardings)(jnp.uint32(seed))
 
-    def adopt(self, params: Mapping[str, Any]) -> TrainState:
-        """A state with given params, by path."""
-        return jax.jit(self.create, out_shardings=self.shardings)(dict(params))
+    def adopt(self, params: Mapping[str, Any], seed: int) -> TrainState:
+        """A state with given params, by path; those that are missing, such as a canvas's heads, are random."""
+
+        def make(given: Params, seed: Array) -> TrainState:
+            drawn, _ = by_path(initial_params(self.config, seed))
+            return self.create(drawn | given)
+
+        return jax.jit(make, out_shardings=self.shardings)(dict(params), jnp.uint32(seed))
 
 
 def _in_dtype(params: Params, dtype: Any) -> Params:
