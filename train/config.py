@@ -146,12 +146,13 @@ def default_config() -> ConfigDict:
 
 
 def make_student(config: ConfigDict, student: Sequence[str], teacher: str, translations: str) -> None:
-    """Makes the config of a translator that of its student: another objective, with the translator's tokenizer.
+    """Makes the config of a translator that of its student: another objective, from the translator's params on.
 
     Args:
       config: changed in place.
-      student: (objective,) or (objective, "distilled"); any objective of pairs.
-      teacher: the folder of the model that has the tokenizer.
+      student: (objective,) or (objective, "distilled"); any objective of pairs. One of seq2seq has the translator's
+        tokenizer, but params of its own.
+      teacher: the folder of the translator.
       translations: the folder of what it made of the training split, the targets of a student that is "distilled".
 
     Raises:
@@ -163,17 +164,27 @@ def make_student(config: ConfigDict, student: Sequence[str], teacher: str, trans
             f"{','.join(student)!r}: behind the objective stands only 'distilled', for a teacher's targets"
         )
     config.objective = objective
-    config.data.tokenizer.kind = "file"
-    config.data.tokenizer.path = teacher
     if more:
         config.data.distilled = translations
-        # The validation split has other targets than the student learns, and says little about when it is best.
-        config.checkpoint.keep_best = 0
+        # The validation split has other targets than the student learns, and says little about when it is best: the
+        # last checkpoint is the model.
+        config.checkpoint.keep_best, config.checkpoint.keep_last = 0, 1
     if objective == "seq2seq":
+        config.data.tokenizer.kind, config.data.tokenizer.path = "file", teacher
         return
+    # It knows the words already, so that half of the steps on half of the batches are enough, and with as much dropout
+    # it would not even learn the training split.
+    config.init_from = teacher
+    config.total_steps //= 2
+    config.data.tokens_per_batch //= 2
+    config.model.dropout = 0.1
+    config.optimizer.learning_rate /= 2
+    config.optimizer.warmup_steps //= 4
+    config.optimizer.ema = 0.995
     config.evaluation.decoder = objective
     if objective in ("nonautoregressive", "ctc"):
         config.canvas.source_copy = "uniform"
         config.canvas.glancing = 0.5
     if objective == "ctc":
         config.label_smoothing = 0.0  # it has no law of single tokens
+        config.canvas.upsample = 2
